@@ -1,12 +1,12 @@
 """Errors of planning and simulating, all of them :class:`~traces.errors.HarmonyError`.
 
-    HarmonyError
-    ├── MachineError         a machine file or override is wrong
-    ├── PlanError            a plan contradicts itself, the trace or the machine
-    ├── DoesNotFit           a plan needs more memory than there is: layers, bytes, cap
-    ├── ScheduleError        a schedule is malformed; carries every fault found
-    ├── TimelineError        a timeline file cannot be read
-    └── Stalled              a schedule cannot go on; names each blocked task and what it waits for
+HarmonyError
+├── MachineError         a machine file or override is wrong
+├── PlanError            a plan contradicts itself, the trace or the machine
+├── DoesNotFit           a plan needs more memory than there is: layers, bytes, cap
+├── ScheduleError        a schedule is malformed; carries every fault found
+├── TimelineError        a timeline file cannot be read
+└── Stalled              a schedule cannot go on; names each blocked task and what it waits for
 """
 
 from __future__ import annotations

@@ -1,0 +1,150 @@
+"""The Plan: a point in the search space, from which a Schedule is built.
+
+Two families: :class:`HarmonyPlan` (grouped microbatches, packs, just-in-time updates) and :class:`PagedPlan` (a plain
+schedule run over a pager). A pack is a run of consecutive layers, ``(first, last)``, both included.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from itertools import pairwise
+from typing import Annotated
+
+import msgspec
+
+from .errors import PlanError
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Pack = tuple[int, int]
+
+
+class Policy(Enum):
+    """How a training step is laid out over GPUs."""
+
+    HARMONY_DP = "harmony-dp"
+    HARMONY_PP = "harmony-pp"
+    DP_SWAP = "dp-swap"
+
+
+class UpdateOn(Enum):
+    """Where the optimizer runs."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+
+
+class Reduce(Enum):
+    """How data-parallel gradients are added: ring all-reduce between GPUs, or in host memory in rank order."""
+
+    RING = "ring"
+    HOST = "host"
+
+
+class Residency(Enum):
+    """What a pager evicts after each task: everything; everything the next task does not touch; or only when it must
+    (least recently used)."""
+
+    NONE = "none"
+    NEXT = "next"
+    LRU = "lru"
+
+
+class Writeback(Enum):
+    """Whether evicting copies out every tensor, or only those changed since they came in."""
+
+    ALWAYS = "always"
+    DROP = "drop"
+
+
+class _PlanBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every plan has: the minibatch of all GPUs together (samples), and how many GPUs."""
+
+    minibatch: Count
+    gpus: Count
+
+
+class HarmonyPlan(_PlanBase, frozen=True, tag_field="family", tag="harmony"):
+    """A Harmony step. ``packs_bwd`` cover all layers; ``packs_fwd`` those before the last (fused) backward pack.
+
+    ``slots`` bounds the boundary buffers a GPU holds that others sent it (pipeline only; None: as many as
+    microbatches, which never spills). ``prefetch`` brings the next weights and inputs in while the current ones are
+    computed on, as memory allows.
+    """
+
+    policy: Policy
+    u_fwd: Count
+    u_bwd: Count
+    packs_fwd: tuple[Pack, ...]
+    packs_bwd: tuple[Pack, ...]
+    update: UpdateOn = UpdateOn.CPU
+    reduce: Reduce = Reduce.RING
+    slots: Count | None = None
+    prefetch: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the fields against each other."""
+        if self.policy not in (Policy.HARMONY_DP, Policy.HARMONY_PP):
+            raise PlanError(f"policy {self.policy.value} is not a Harmony policy; use harmony-dp or harmony-pp")
+        _check_minibatch(self, self.policy)
+        if not self.packs_bwd:
+            raise PlanError("packs_bwd is empty; it must cover all layers")
+        _check_run("packs_bwd", self.packs_bwd, self.packs_bwd[-1][1])
+        _check_run("packs_fwd", self.packs_fwd, self.packs_bwd[-1][0] - 1)
+
+    @property
+    def layer_count(self) -> int:
+        """Layers the plan covers."""
+        return self.packs_bwd[-1][1] + 1
+
+
+class PagedPlan(_PlanBase, frozen=True, tag_field="family", tag="paged"):
+    """A baseline: a plain schedule, layer by layer with recompute, over one pager per GPU. The update is on the GPU,
+    after all backwards. A plain schedule cuts forward and backward alike, so ``u_fwd`` equals ``u_bwd``."""
+
+    policy: Policy
+    u_fwd: Count
+    u_bwd: Count
+    residency: Residency = Residency.LRU
+    writeback: Writeback = Writeback.ALWAYS
+
+    def __post_init__(self) -> None:
+        """Check the fields against each other."""
+        if self.policy is not Policy.DP_SWAP:
+            raise PlanError(f"policy {self.policy.value} is not a paged baseline; use dp-swap")
+        if self.u_fwd != self.u_bwd:
+            raise PlanError(f"{self.policy.value} needs u_fwd = u_bwd; got {self.u_fwd} and {self.u_bwd}")
+        _check_minibatch(self, self.policy)
+
+
+Plan = HarmonyPlan | PagedPlan
+
+
+def _check_minibatch(plan: _PlanBase, policy: Policy) -> None:
+    if policy is not Policy.HARMONY_PP and plan.minibatch < plan.gpus:
+        raise PlanError(
+            f"{policy.value} gives each GPU a share of the minibatch: {plan.minibatch} samples are fewer than "
+            f"{plan.gpus} GPUs; use a larger minibatch or fewer GPUs"
+        )
+
+
+def _check_run(name: str, packs: tuple[Pack, ...], last_layer: int) -> None:
+    """Packs must be consecutive, non-empty runs that cover 0…last_layer."""
+    expected = 0
+    for first, last in packs:
+        if first != expected or last < first:
+            raise PlanError(f"{name}: pack {first}-{last} should start at layer {expected} and hold at least one layer")
+        expected = last + 1
+    if expected != last_layer + 1:
+        raise PlanError(f"{name}: the packs end at layer {expected - 1}, they must end at layer {last_layer}")
+
+
+def pieces(start: int, stop: int, size: int) -> list[tuple[int, int]]:
+    """Cut samples ``start … stop - 1`` into microbatches of ``size``; the last may be smaller (3, 3, 2)."""
+    return [(at, min(at + size, stop)) for at in range(start, stop, size)]
+
+
+def shares(minibatch: int, gpus: int) -> list[tuple[int, int]]:
+    """Contiguous shares of the minibatch, one per GPU; the first ``minibatch % gpus`` get one sample more."""
+    base, extra = divmod(minibatch, gpus)
+    starts = [gpu * base + min(gpu, extra) for gpu in range(gpus + 1)]
+    return list(pairwise(starts))
