@@ -1,0 +1,198 @@
+"""Memory pass: where every buffer lies, and which frees each allocation has to wait for.
+
+GPU buffers of Harmony plans are *placed*: an allocation takes the lowest hole that fits at its point of the total
+order, and waits for the tasks that freed that hole. So no timing can exceed the plan, and nothing can deadlock.
+
+A hole that was freed only just now, on another lane, would make the allocating task wait for its neighbour and undo
+double buffering. Such holes are taken only when no other fits; double buffering thus happens as memory allows.
+
+Buffers of paged plans and of the host are *counted*: see :func:`count_pages` and :func:`count_host`.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import DoesNotFit
+from ..schedule import Lane, LaneKey, TaskKind
+from .draft import Draft, Entry
+
+ALIGNMENT = 256
+"""Offsets are multiples of this many bytes, so that tensors of any dtype can lie there."""
+
+
+class GroupDoesNotFit(DoesNotFit):
+    """An allocation found no hole; ``group`` is the builder's group it was made for (it may ask for less)."""
+
+    group: int | None = None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Hole:
+    """Free addresses ``[start, stop)``; ``freer`` is the entry that freed them (-1: they were never used)."""
+
+    start: int
+    stop: int
+    freer: int
+
+
+class Arena:
+    """The address space of one GPU while the total order is walked.
+
+    Holes are kept sorted; neighbouring ones freed by different entries stay apart, so that an allocation waits only
+    for the frees it really relies on.
+    """
+
+    def __init__(self, cap: int) -> None:
+        self.cap = cap
+        self.peak = 0
+        self._holes = [_Hole(0, cap, -1)]
+
+    def allocate(self, size: int, avoid_from: int) -> tuple[int, list[int]] | None:
+        """The lowest offset with ``size`` free bytes and the entries that freed them; None if there is none.
+
+        Holes freed by entry ``avoid_from`` or later are used only if nothing else fits.
+        """
+        needed = -(-size // ALIGNMENT) * ALIGNMENT
+        return self._take(needed, avoid_from) or self._take(needed, None)
+
+    def free(self, offset: int, size: int, freer: int) -> None:
+        """Give back an allocation, from entry ``freer`` on."""
+        insort(self._holes, _Hole(offset, offset + -(-size // ALIGNMENT) * ALIGNMENT, freer))
+
+    def _take(self, needed: int, avoid_from: int | None) -> tuple[int, list[int]] | None:
+        run_from, run_start = 0, 0
+        previous_stop = -1
+        for index, hole in enumerate(self._holes):
+            if avoid_from is not None and hole.freer >= avoid_from:
+                previous_stop = -1
+                continue
+            if hole.start != previous_stop:
+                run_from, run_start = index, hole.start
+            previous_stop = hole.stop
+            if hole.stop - run_start >= needed:
+                taken = self._holes[run_from : index + 1]
+                end = run_start + needed
+                rest = [_Hole(end, hole.stop, hole.freer)] if hole.stop > end else []
+                self._holes[run_from : index + 1] = rest
+                self.peak = max(self.peak, end)
+                return run_start, sorted({h.freer for h in taken if h.freer >= 0})
+        return None
+
+
+def place(draft: Draft, caps: Sequence[int]) -> tuple[list[int | None], tuple[int, ...]]:
+    """Place every GPU buffer. Returns the offsets (None for host buffers) and the peak address per GPU.
+
+    Adds to each entry the frees it relies on. Raises GroupDoesNotFit when an allocation finds no hole.
+    """
+    arenas = [Arena(cap) for cap in caps]
+    held = [0] * len(caps)
+    last_compute = [0] * len(caps)
+    offsets: list[int | None] = [None] * len(draft.buffers)
+    for index, entry in enumerate(draft.entries):
+        for buffer in entry.allocates:
+            gpu, size = draft.buffers[buffer].gpu, draft.buffers[buffer].bytes
+            if gpu is None:
+                continue
+            found = arenas[gpu].allocate(size, _recent(entry, last_compute[gpu]))
+            if found is None:
+                raise _no_hole(draft, entry, buffer, held[gpu], caps[gpu])
+            offsets[buffer], freers = found
+            entry.after.update(freers)
+            held[gpu] += size
+        for buffer in entry.frees:
+            gpu, offset, size = draft.buffers[buffer].gpu, offsets[buffer], draft.buffers[buffer].bytes
+            if gpu is not None and offset is not None:
+                arenas[gpu].free(offset, size, index)
+                held[gpu] -= size
+        if entry.lane is Lane.COMPUTE and entry.gpu is not None:
+            last_compute[entry.gpu] = index
+    return offsets, tuple(arena.peak for arena in arenas)
+
+
+def _recent(entry: Entry, last_compute: int) -> int:
+    """First entry whose frees ``entry`` had better not wait for: copies since the GPU's last compute task and, for a
+    copy that arrives from another GPU, that compute task itself.
+    """
+    return last_compute if entry.kind is TaskKind.P2P else last_compute + 1
+
+
+def _no_hole(draft: Draft, entry: Entry, buffer: int, held: int, cap: int) -> GroupDoesNotFit:
+    wanted = draft.buffers[buffer]
+    first, last = wanted.layer_first, wanted.layer_last
+    error = GroupDoesNotFit(
+        wanted.gpu,
+        (first, last),
+        f"{wanted.kind.value} ({wanted.bytes} B) beside what is held",
+        held + wanted.bytes,
+        cap,
+    )
+    error.group = entry.group
+    return error
+
+
+def count_pages(draft: Draft, caps: Sequence[int]) -> tuple[int, ...]:
+    """Count the GPU buffers of a paged plan: each allocation waits for every earlier free on its GPU.
+
+    Returns the peak per GPU; raises DoesNotFit when the pager held more than the cap.
+    """
+    held, peak = [0] * len(caps), [0] * len(caps)
+    freed: list[dict[LaneKey, int]] = [{} for _ in caps]
+    for index, entry in enumerate(draft.entries):
+        for buffer in entry.allocates:
+            gpu = draft.buffers[buffer].gpu
+            if gpu is None:
+                continue
+            entry.after.update(freed[gpu].values())
+            held[gpu] += draft.buffers[buffer].bytes
+            peak[gpu] = max(peak[gpu], held[gpu])
+            if held[gpu] > caps[gpu]:
+                raise _no_hole(draft, entry, buffer, held[gpu] - draft.buffers[buffer].bytes, caps[gpu])
+        for buffer in entry.frees:
+            gpu = draft.buffers[buffer].gpu
+            if gpu is not None:
+                held[gpu] -= draft.buffers[buffer].bytes
+                freed[gpu][entry.lanes[0]] = index
+    return tuple(peak)
+
+
+def count_host(draft: Draft, gpus: int) -> int:
+    """Count dynamic host memory, one partition per GPU that fills it. Returns the sum of the partitions' peaks.
+
+    An allocation waits for just as many of its partition's earlier frees as keep it under that peak at any timing.
+    """
+    moves: list[list[tuple[int, int]]] = [[] for _ in range(gpus)]  # (entry, +bytes or -bytes), in total order
+    partition: dict[int, int] = {}
+    for index, entry in enumerate(draft.entries):
+        for buffer in entry.allocates:
+            if draft.buffers[buffer].gpu is None:
+                if entry.gpu is None:
+                    raise AssertionError("host buffers are allocated by copies out of a GPU")
+                partition[buffer] = entry.gpu
+                moves[entry.gpu].append((index, draft.buffers[buffer].bytes))
+        for buffer in entry.frees:
+            if draft.buffers[buffer].gpu is None:
+                moves[partition[buffer]].append((index, -draft.buffers[buffer].bytes))
+    return sum(_count_partition(draft, part) for part in moves)
+
+
+def _count_partition(draft: Draft, moves: list[tuple[int, int]]) -> int:
+    held = peak = 0
+    for _, size in moves:
+        held += size
+        peak = max(peak, held)
+    frees = [(index, -size) for index, size in moves if size < 0]
+    relied_on: dict[LaneKey, int] = {}
+    allocated = freed = used = 0
+    for index, size in moves:
+        if size < 0:
+            continue
+        allocated += size
+        while allocated - freed > peak:
+            freer, amount = frees[used]
+            relied_on[draft.entries[freer].lanes[0]] = freer
+            freed, used = freed + amount, used + 1
+        draft.entries[index].after.update(relied_on.values())
+    return peak
