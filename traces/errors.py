@@ -2,6 +2,7 @@
 
     HarmonyError                 anything Harmony refuses, with what to change
     ├── TraceError               a trace file or table is wrong (traces)
+    ├── FileError                a file cannot be written
     └── …                        see sim/errors.py and executor/errors.py
 
 Every error keeps its facts as arguments (so that it survives being raised anew by another process) and builds
@@ -25,3 +26,14 @@ class TraceError(HarmonyError):
     def __str__(self) -> str:
         place = f"{self.source}: {self.where}" if self.where else self.source
         return f"{place}: {self.problem}"
+
+
+class FileError(HarmonyError):
+    """A file cannot be written: says which, why, and what to do."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(path, problem)
+        self.path, self.problem = path, problem
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}"

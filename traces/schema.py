@@ -137,11 +137,3 @@ class Trace(_Row, frozen=True):
             for tied in layer.tied:
                 groups.setdefault(tied.group, []).append(index)
         return {name: tuple(members) for name, members in groups.items()}
-
-    def owned_weight_bytes(self, layer: int) -> int:
-        """Weight bytes that this layer's update changes: its own, and the tied ones it is the first to use."""
-        row = self.layers[layer]
-        if not row.trainable:
-            return 0
-        groups = self.tied_groups
-        return row.weight_bytes - sum(t.weight_bytes for t in row.tied if groups[t.group][0] != layer)

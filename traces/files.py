@@ -1,0 +1,103 @@
+"""Trace files: JSON with a header and one row a line in each table, so that two of them can be compared line by line.
+
+    {"format": "harmony-trace", "version": 1, "model": …,
+     "layers": [a row a line], "times": [a row a line], "sizes": [a row a line]}
+
+Also the one way in which Harmony writes any file: complete, or not at all.
+"""
+
+from __future__ import annotations
+
+import secrets
+from difflib import get_close_matches
+from importlib import resources
+from pathlib import Path
+
+import msgspec
+
+from .checks import check_relations, check_trace
+from .decode import decode_trace
+from .errors import FileError, TraceError
+from .schema import FORMAT, VERSION, Trace
+
+__all__ = ["check_trace", "load_trace", "save_trace", "shipped_traces", "write_atomically"]
+
+_SUFFIX = ".json"
+
+
+def load_trace(path_or_name: str | Path) -> Trace:
+    """Read and check a trace: a file, or the name of a shipped one such as ``gpt2-xl@gtx-1080-ti``.
+
+    Raises TraceError that says in which file, table, row and column what was found and what to write instead.
+    """
+    path = Path(path_or_name)
+    if not path.exists() and str(path_or_name) in shipped_traces():
+        data = resources.files(__package__).joinpath("data", f"{path_or_name}{_SUFFIX}").read_bytes()
+    else:
+        data = _read(path)
+    source = str(path_or_name)
+    trace = decode_trace(data, source)
+    check_relations(trace, source)
+    return trace
+
+
+def save_trace(trace: Trace, path: str | Path) -> None:
+    """Check a trace and write it. Raises TraceError if it does not hold, FileError if it cannot be written."""
+    check_trace(trace, str(path))
+    write_atomically(path, encode_trace(trace))
+
+
+def encode_trace(trace: Trace) -> bytes:
+    """The bytes of a trace file."""
+    header = {"format": FORMAT, "version": VERSION, **msgspec.to_builtins(trace)}
+    tables = {name: header.pop(name) for name in ("layers", "times", "sizes")}
+    entries = [_entry(name, msgspec.json.encode(value)) for name, value in header.items()]
+    for name, rows in tables.items():
+        lines = b",\n".join(msgspec.json.encode(row) for row in rows)
+        entries.append(_entry(name, b"[\n" + lines + b"\n]"))
+    return b"{\n" + b",\n".join(entries) + b"\n}\n"
+
+
+def shipped_traces() -> tuple[str, ...]:
+    """Names of the traces that come with Harmony, sorted."""
+    folder = resources.files(__package__).joinpath("data")
+    names = (entry.name for entry in folder.iterdir()) if folder.is_dir() else ()
+    return tuple(sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)))
+
+
+def write_atomically(path: str | Path, data: bytes) -> None:
+    """Write a whole file or nothing: to a temporary file beside it, which then takes its name.
+
+    An interruption leaves what was there before, and no temporary file. What exists and is no regular file (a pipe, a
+    terminal) is written to directly. Raises FileError if the system refuses.
+    """
+    path = Path(path)
+    try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            temporary.write_bytes(data)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        advice = "make that folder first" if isinstance(error, FileNotFoundError) else "choose another place"
+        raise FileError(str(path), f"cannot be written: {error.strerror or error}; {advice}") from error
+
+
+def _entry(name: str, value: bytes) -> bytes:
+    return msgspec.json.encode(name) + b": " + value
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        shipped = shipped_traces()
+        near = get_close_matches(str(path), shipped, n=1)
+        advice = f"did you mean the shipped trace {near[0]}?" if near else f"shipped traces: {', '.join(shipped)}"
+        raise TraceError(str(path), "", f"no such file, nor a shipped trace of that name; {advice}") from None
+    except OSError as error:
+        raise TraceError(str(path), "", f"cannot be read: {error.strerror or error}") from None
