@@ -6,6 +6,7 @@ HarmonyError
 ├── DoesNotFit           a plan needs more memory than there is: layers, bytes, cap
 ├── ScheduleError        a schedule is malformed; carries every fault found
 ├── TimelineError        a timeline file cannot be read
+├── DifferentSchedules   two timelines cannot be compared: they are not of one schedule
 └── Stalled              a schedule cannot go on; names each blocked task and what it waits for
 """
 
@@ -60,6 +61,10 @@ class ScheduleError(HarmonyError):
 
 class TimelineError(HarmonyError):
     """A timeline file cannot be read."""
+
+
+class DifferentSchedules(HarmonyError):
+    """Two timelines cannot be compared: they are not of one schedule."""
 
 
 class Stalled(HarmonyError):
