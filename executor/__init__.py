@@ -1,0 +1,1 @@
+"""Runs schedules on devices, and measures models and machines."""
