@@ -4,33 +4,26 @@ Every flow takes some resources (a link's direction, the host's DRAM, …) and m
 the rates are the max-min fair ones: nobody's rate can grow without taking from someone who has no more. They are
 found by progressive filling: raise all rates together; when a resource is full, or a flow at its cap, those flows stay
 at that level; go on with the others (Bertsekas and Gallager, *Data Networks*, 2nd edition, section 6.5.2). Rates hold
-from one start or finish to the next.
+from one start or end to the next.
 
-    capacity 12      A ──────────────┐ 6       A ── 12
-                     B ──────────────┘ 6       (B is done)
+    capacity 12 B/ns     A, 120 B   ├── 6 ──┤── 12 ─┤        B ends at 10 ns,
+                         B,  60 B   ├── 6 ──┤                A at 15 ns
 
-Times are float nanoseconds inside. :func:`whole_ns` gives the integer a clock of whole nanoseconds shows.
+Times are float nanoseconds inside. :func:`whole_ns` gives the integer that a clock of whole nanoseconds shows.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from .units import NS_PER_S
 
-_SAME_LEVEL = 1.0 + 1e-12  # resources that fill up at levels this close fill up together
+_SAME_LEVEL = 1.0 + 1e-12  # what fills up at levels this close fills up together
 _SLACK_NS = 1e-3  # flows that end this close end together: far below a tick, far above rounding
-_MEMORY = 1 << 16  # sets of flows in flight whose rates are remembered
-
-
-class FlowClass(NamedTuple):
-    """What decides a flow's rate: how often it takes each resource, and its own cap."""
-
-    uses: tuple[tuple[int, int], ...]
-    cap: float
+_REMEMBERED = 1 << 16  # sets of flows in flight whose rates are kept
 
 
 def _slack(time_ns: float) -> float:
@@ -43,47 +36,69 @@ def whole_ns(time_ns: float) -> int:
     return math.ceil(time_ns - _slack(time_ns))
 
 
-def max_min_rates(capacities: Sequence[float], flows: Iterable[tuple[FlowClass, int]]) -> dict[FlowClass, float]:
-    """Max-min fair rates of classes of equal flows: each class with how many flows of it there are.
+class FlowClass(NamedTuple):
+    """What decides a flow's rate: (resource, how often it takes it) pairs, and its own cap (as capacities)."""
 
-    Rates are in the unit of ``capacities`` and hold for each single flow. A flow that takes a resource twice loads it
-    with twice its rate.
+    uses: tuple[tuple[int, int], ...]
+    cap: float
+
+
+def max_min_rates(
+    capacities: Sequence[float], classes: Sequence[FlowClass], counts: Mapping[int, int]
+) -> dict[int, float]:
+    """Max-min fair rate of each flow, by class: ``counts`` says how many flows of ``classes[i]`` there are.
+
+    Rates are in the unit of ``capacities``. A flow that takes a resource twice loads it with twice its rate.
     """
-    rising = dict(flows)
     room: dict[int, float] = {}  # capacity less what the flows take whose rate is settled
     load: dict[int, int] = {}  # what the others take together, as a multiple of their common rate
-    for kind, count in rising.items():
-        for resource, times in kind.uses:
-            room[resource] = capacities[resource]
-            load[resource] = load.get(resource, 0) + times * count
-    rates: dict[FlowClass, float] = {}
+    users: dict[int, list[int]] = {}
+    for i, count in counts.items():
+        for resource, times in classes[i].uses:
+            if resource not in room:
+                room[resource], load[resource], users[resource] = capacities[resource], 0, []
+            load[resource] += times * count
+            users[resource].append(i)
+    capped = sorted([i for i in counts if classes[i].cap < math.inf], key=lambda i: classes[i].cap, reverse=True)
+    rates: dict[int, float] = {}
     level = 0.0
-    while rising:
-        full_at = {resource: room[resource] / times for resource, times in load.items()}
-        lowest = min(min(full_at.values(), default=math.inf), min(kind.cap for kind in rising))
+    while len(rates) < len(counts):
+        while capped and capped[-1] in rates:
+            capped.pop()
+        full_at = [(room[resource] / times, resource) for resource, times in load.items()]
+        lowest = min([*full_at, (classes[capped[-1]].cap, -1)] if capped else full_at)[0]
         level = max(level, lowest)  # levels never fall, but for rounding
         reach = level * _SAME_LEVEL
-        settled = [
-            kind for kind in rising if kind.cap <= reach or any(full_at[resource] <= reach for resource, _ in kind.uses)
-        ]
-        for kind in settled:
-            rates[kind] = level
-            count = rising.pop(kind)
-            for resource, times in kind.uses:
-                room[resource] -= times * count * level
-                load[resource] -= times * count
+        settled = [i for at, resource in full_at if at <= reach for i in users[resource]]
+        while capped and classes[capped[-1]].cap <= reach:
+            settled.append(capped.pop())
+        for i in settled:
+            if i in rates:
+                continue
+            rates[i] = level
+            for resource, times in classes[i].uses:
+                room[resource] -= times * counts[i] * level
+                load[resource] -= times * counts[i]
                 if not load[resource]:
                     del load[resource]
     return rates
 
 
 class _Flow:
-    """A flow in flight: bytes in all, bytes left, and its rate (bytes/ns) at present."""
+    """A flow in flight. It has had ``rate`` (bytes/ns) since ``since_ns``, when ``left`` bytes were to be sent."""
 
-    __slots__ = ("kind", "left", "rate", "total")
+    __slots__ = ("ends_ns", "kind", "left", "rate", "since_ns", "total")
 
-    def __init__(self, kind: FlowClass, total: float) -> None:
-        self.kind, self.total, self.left, self.rate = kind, total, total, 0.0
+    def __init__(self, kind: int, total: float, now_ns: float) -> None:
+        self.kind, self.total, self.left, self.since_ns = kind, total, total, now_ns
+        self.rate, self.ends_ns = 0.0, math.inf
+
+    def left_at(self, now_ns: float) -> float:
+        return self.left - self.rate * (now_ns - self.since_ns)
+
+    def change_rate(self, rate: float, now_ns: float) -> None:
+        self.left, self.since_ns, self.rate = self.left_at(now_ns), now_ns, rate
+        self.ends_ns = now_ns + self.left / rate
 
 
 class Fluid:
@@ -101,10 +116,12 @@ class Fluid:
         self._capacities = tuple(capacity / NS_PER_S for capacity in capacities)
         self._now = 0.0
         self._flows: dict[Hashable, _Flow] = {}
-        self._in_flight: Counter[FlowClass] = Counter()
+        self._counts: Counter[int] = Counter()  # flows in flight of each class
         self._stale = False  # flows came or went since the rates were set
-        self._known_rates: dict[frozenset[tuple[FlowClass, int]], dict[FlowClass, float]] = {}
-        self._kinds: dict[tuple[tuple[int, ...], float], FlowClass] = {}
+        self._next_end = math.inf
+        self._classes: list[FlowClass] = []
+        self._class_of: dict[tuple[tuple[int, ...], float], int] = {}
+        self._known_rates: dict[frozenset[tuple[int, int]], dict[int, float]] = {}
 
     def __len__(self) -> int:
         """Flows in flight."""
@@ -120,89 +137,77 @@ class Fluid:
             raise ValueError(f"flow {flow!r} is in flight already")
         if not 0 <= bytes < math.inf:
             raise ValueError(f"flow {flow!r} has {bytes} bytes to send")
-        kind = self._kind(tuple(route), cap)
+        kind = self._class(tuple(route), cap)
         self.advance(now_ns)
         if bytes == 0:
             self.finished[flow] = self._now
             return
-        self._flows[flow] = _Flow(kind, bytes)
-        self._in_flight[kind] += 1
+        self._flows[flow] = _Flow(kind, bytes, self._now)
+        self._counts[kind] += 1
         self._stale = True
 
     def advance(self, now_ns: float) -> None:
         """Let time pass until ``now_ns``; flows that end by then move to ``finished``, in the order of their ends."""
-        while self._flows:
-            gap = self._gap()
-            if gap > now_ns - self._now + _slack(now_ns):
-                break
-            self._pass(gap)
-            self._finish()
-        if now_ns > self._now:
-            self._pass(now_ns - self._now)
-            self._now = now_ns  # exactly
+        self._set_rates()
+        while self._next_end <= now_ns + _slack(now_ns):
+            self._now = max(self._now, self._next_end)
+            self._end_flows()
+            self._set_rates()
+        self._now = max(self._now, now_ns)
 
     def next_finish(self) -> tuple[float, Hashable] | None:
         """When the next flow ends (ns) if none starts before, and which: of several, the first started. None: idle."""
         if not self._flows:
             return None
-        gap = self._gap()
-        slack = _slack(self._now + gap)
-        return self._now + gap, next(name for name, f in self._flows.items() if f.left <= f.rate * (gap + slack))
+        self._set_rates()
+        latest = self._next_end + _slack(self._next_end)
+        return self._next_end, next(name for name, flow in self._flows.items() if flow.ends_ns <= latest)
 
     def progress(self, flow: Hashable) -> float:
         """Bytes that ``flow`` has sent, as of the latest time. Raises KeyError if it is not in flight (any more)."""
         state = self._flows[flow]
-        return state.total - state.left
+        return state.total - state.left_at(self._now)
 
     def rates(self) -> dict[Hashable, float]:
         """Present rate of every flow in flight, bytes/s."""
         self._set_rates()
         return {name: flow.rate * NS_PER_S for name, flow in self._flows.items()}
 
-    def _kind(self, route: tuple[int, ...], cap: float) -> FlowClass:
-        kind = self._kinds.get((route, cap))
+    def _class(self, route: tuple[int, ...], cap: float) -> int:
+        """Index of the class of such flows."""
+        kind = self._class_of.get((route, cap))
         if kind is None:
             if not cap > 0:
                 raise ValueError(f"a flow's cap must be positive, got {cap}")
-            kind = FlowClass(tuple(sorted(Counter(route).items())), cap / NS_PER_S)
-            if math.isinf(cap) and all(math.isinf(self._capacities[resource]) for resource, _ in kind.uses):
+            if math.isinf(cap) and all(math.isinf(self._capacities[resource]) for resource in route):
                 raise ValueError(f"nothing limits a flow over {route}: give it a cap or a resource")
-            self._kinds[route, cap] = kind
+            kind = self._class_of[route, cap] = len(self._classes)
+            self._classes.append(FlowClass(tuple(sorted(Counter(route).items())), cap / NS_PER_S))
         return kind
 
     def _set_rates(self) -> None:
+        """Bring rates and ends up to date. A flow whose rate stays keeps its end, to the last bit."""
         if not self._stale:
             return
         self._stale = False
-        key = frozenset(self._in_flight.items())
+        key = frozenset(self._counts.items())
         rates = self._known_rates.get(key)
         if rates is None:
-            if len(self._known_rates) >= _MEMORY:
+            if len(self._known_rates) >= _REMEMBERED:
                 self._known_rates.clear()
-            rates = self._known_rates[key] = max_min_rates(self._capacities, self._in_flight.items())
+            rates = self._known_rates[key] = max_min_rates(self._capacities, self._classes, self._counts)
         for flow in self._flows.values():
-            flow.rate = rates[flow.kind]
+            if flow.rate != (rate := rates[flow.kind]):
+                flow.change_rate(rate, self._now)
+        self._next_end = min([flow.ends_ns for flow in self._flows.values()], default=math.inf)
 
-    def _gap(self) -> float:
-        """Time from now to the next end (ns). There must be a flow."""
-        self._set_rates()
-        return min(flow.left / flow.rate for flow in self._flows.values())
-
-    def _pass(self, duration_ns: float) -> None:
-        """Let time pass in which no flow ends, or just at its end."""
-        self._set_rates()
-        for flow in self._flows.values():
-            flow.left -= flow.rate * duration_ns
-        self._now += duration_ns
-
-    def _finish(self) -> None:
-        """End every flow that has nothing left to send now."""
-        slack = _slack(self._now)
-        ended = [name for name, flow in self._flows.items() if flow.left <= flow.rate * slack]
-        for name in ended:
+    def _end_flows(self) -> None:
+        """Move the flows that end now to ``finished``."""
+        latest = self._now + _slack(self._now)
+        for name in [name for name, flow in self._flows.items() if flow.ends_ns <= latest]:
             kind = self._flows.pop(name).kind
-            self._in_flight[kind] -= 1
-            if not self._in_flight[kind]:
-                del self._in_flight[kind]
+            self._counts[kind] -= 1
+            if not self._counts[kind]:
+                del self._counts[kind]
             self.finished[name] = self._now
         self._stale = True
