@@ -1,0 +1,94 @@
+"""Layers whose costs are closed forms of the microbatch size, and the trace that tabulates them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .schema import Layer, Phase, Provenance, SizeRow, TimeRow, Trace
+
+
+class Line(NamedTuple):
+    """A straight line in the microbatch size u: ``fixed + per_sample × u``, rounded to an integer."""
+
+    fixed: float
+    per_sample: float
+
+    def at(self, u: int) -> int:
+        """Its value for a microbatch of ``u`` samples."""
+        return round(self.fixed + self.per_sample * u)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFormula:
+    """One layer. Sizes given as one number are bytes per sample, exactly proportional to the microbatch.
+
+    The meaning of each is that of the column of the same name in :mod:`traces.schema`.
+    """
+
+    layer: Layer
+    forward_ns: Line
+    backward_ns: Line
+    update_cpu_ns: int
+    update_gpu_ns: int
+    input_bytes: int
+    output_bytes: int
+    input_gradient_bytes: int
+    saved_bytes: int
+    workspace_bytes: Line
+    forward_workspace_bytes: Line
+
+    def times(self, index: int, microbatches: Sequence[int]) -> list[TimeRow]:
+        """Rows of the table ``times`` for this layer as number ``index`` of the model."""
+        rows = [
+            TimeRow(layer=index, phase=phase, microbatch=u, duration_ns=line.at(u), provenance=Provenance.MODELLED)
+            for phase, line in ((Phase.FORWARD, self.forward_ns), (Phase.BACKWARD, self.backward_ns))
+            for u in microbatches
+        ]
+        updates = ((Phase.UPDATE_CPU, self.update_cpu_ns), (Phase.UPDATE_GPU, self.update_gpu_ns))
+        rows += [
+            TimeRow(layer=index, phase=phase, microbatch=0, duration_ns=duration, provenance=Provenance.MODELLED)
+            for phase, duration in updates
+            if duration
+        ]
+        return rows
+
+    def sizes(self, index: int, microbatches: Sequence[int]) -> list[SizeRow]:
+        """Rows of the table ``sizes`` for this layer as number ``index`` of the model."""
+        return [
+            SizeRow(
+                layer=index,
+                microbatch=u,
+                input_bytes=self.input_bytes * u,
+                output_bytes=self.output_bytes * u,
+                input_gradient_bytes=self.input_gradient_bytes * u,
+                saved_bytes=self.saved_bytes * u,
+                workspace_bytes=self.workspace_bytes.at(u),
+                forward_workspace_bytes=self.forward_workspace_bytes.at(u),
+                provenance=Provenance.MODELLED,
+            )
+            for u in microbatches
+        ]
+
+
+def tabulate(
+    formulas: Sequence[LayerFormula],
+    *,
+    model: str,
+    device: str,
+    optimizer: str,
+    label_bytes_per_sample: int,
+    microbatches: Sequence[int],
+) -> Trace:
+    """The float32 trace of these layers at these microbatch sizes, every number marked as modelled."""
+    return Trace(
+        model=model,
+        device=device,
+        dtype="float32",
+        optimizer=optimizer,
+        label_bytes_per_sample=label_bytes_per_sample,
+        layers=tuple(formula.layer for formula in formulas),
+        times=tuple(row for at, formula in enumerate(formulas) for row in formula.times(at, microbatches)),
+        sizes=tuple(row for at, formula in enumerate(formulas) for row in formula.sizes(at, microbatches)),
+    )
