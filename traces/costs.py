@@ -139,6 +139,11 @@ class Costs:
             self._forward_peaks[u] = _RangeMaximum([x + w for x, w in zip(self._input.at(u), alone, strict=True)])
         return max(alone[first], self._forward_peaks[u].over(first + 1, last))
 
+    def saved_bytes(self, first: int, last: int, u: int) -> int:
+        """What forward with gradient recording leaves alive: outputs included, inputs and parameters excluded."""
+        saved = self._saved.prefix(u)
+        return saved[last + 1] - saved[first]
+
     def backward_workspace_bytes(self, first: int, last: int, u: int) -> int:
         """Peak of forward with gradient recording and backward: max over l of saved(first … l) + workspace(l)."""
         saved = self._saved.prefix(u)
