@@ -1,0 +1,99 @@
+"""What each step of a Harmony plan must find on its GPU besides its weights, and how large those tensors are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from traces.costs import Costs
+
+from ..plan import HarmonyPlan, Reduce
+from ..schedule import Interval, TaskKind, TensorKind
+from .order import Step, is_data_parallel
+
+Run = tuple[int, int]
+"""Layers first … last, both included."""
+
+
+class Need(NamedTuple):
+    """A tensor: x(l) or g(l) of some samples (then ``run`` is (l, l)), or a home tensor of a run of layers."""
+
+    kind: TensorKind
+    run: Run
+    samples: Interval | None = None
+
+    @property
+    def at_boundary(self) -> bool:
+        """True for x(l) and g(l) that another pack made; such a tensor has dynamic host copies, not a home."""
+        return self.samples is not None and self.kind is not TensorKind.DATA
+
+
+class Needs:
+    """Answers for one plan and trace."""
+
+    def __init__(self, plan: HarmonyPlan, costs: Costs) -> None:
+        self.costs = costs
+        self.last_layer = plan.layer_count - 1
+        self.reduced_by_host = plan.reduce is Reduce.HOST and is_data_parallel(plan) and plan.gpus > 1
+
+    def of(self, step: Step) -> list[Need]:
+        """What the step must find on its GPU, in the order in which it should come; tensors without bytes left out."""
+        return [need for need in self._all(step) if self.bytes(need)]
+
+    def _all(self, step: Step) -> list[Need]:
+        first, last = pack = step.group.pack
+        if step.kind is TaskKind.UPDATE:
+            reduced = [pack] if self.reduced_by_host else []
+            runs = reduced + list(self.partial_gradients(pack))
+            return [Need(TensorKind.GRADIENT, run) for run in runs] + [Need(TensorKind.OPTIMIZER_STATE, pack)]
+        fused = step.kind is TaskKind.BACKWARD and last == self.last_layer
+        boundary = TensorKind.ACTIVATION if fused or step.kind is TaskKind.FORWARD else TensorKind.STASH
+        needs = [Need(boundary if first else TensorKind.DATA, (first, first), step.samples)]
+        if step.kind is TaskKind.BACKWARD:
+            incoming = TensorKind.DATA if fused else TensorKind.ACTIVATION_GRADIENT
+            needs.append(Need(incoming, (last + 1, last + 1), step.samples))
+        return needs
+
+    def partial_gradients(self, pack: Run) -> Iterator[Run]:
+        """Runs of later layers whose gradients the pack's update adds to its own: users of tied weights it owns."""
+        first, last = pack
+        partners = {p for layer in range(first, last + 1) for p in self.costs.tied_partners(layer) if p > last}
+        return runs_where((last + 1, self.last_layer), lambda layer: layer in partners)
+
+    def bytes(self, need: Need) -> int:
+        """Size of the tensor."""
+        layer = need.run[0]
+        if need.samples is None:
+            return home_bytes(self.costs, need.kind, need.run)
+        batch = need.samples[1] - need.samples[0]
+        if need.kind is TensorKind.ACTIVATION_GRADIENT:
+            return self.costs.input_gradient_bytes(layer, batch)
+        return self.costs.label_bytes(batch) if layer > self.last_layer else self.costs.input_bytes(layer, batch)
+
+
+def home_bytes(costs: Costs, kind: TensorKind, run: Run) -> int:
+    """Bytes of a run of layers of a tensor that has its home in the host store."""
+    match kind:
+        case TensorKind.WEIGHT:
+            return costs.weight_bytes(*run)
+        case TensorKind.BUFFER:
+            return costs.buffer_bytes(*run)
+        case TensorKind.GRADIENT:
+            return costs.gradient_bytes(*run)
+        case TensorKind.OPTIMIZER_STATE:
+            return costs.optimizer_state_bytes(*run)
+        case _:
+            raise AssertionError(f"{kind.value} has no home")
+
+
+def runs_where(run: Run, holds: Callable[[int], bool]) -> Iterator[Run]:
+    """Maximal runs of consecutive layers within ``run`` for which ``holds``."""
+    first, last = run
+    start: int | None = None
+    for layer in range(first, last + 2):
+        inside = layer <= last and holds(layer)
+        if inside and start is None:
+            start = layer
+        elif not inside and start is not None:
+            yield start, layer - 1
+            start = None

@@ -1,0 +1,338 @@
+"""Transfer pass of Harmony plans: walks the compute steps in total order and adds every copy, update and buffer.
+
+Around each compute step, in this order:
+
+1. what it still lacks comes in (weights of its group, its inputs);
+2. what may be fetched ahead starts: the inputs of the GPU's next step, and this step's share of the next
+   group's weights (spread over the group's microbatches, so that small inputs do not queue behind big weights);
+3. the step computes;
+4. its outputs leave: to the next pack's GPU, to the host, to the stash; after a group's last microbatch also its
+   gradient, followed by the update (``gradients.py``).
+
+Where each of them may go is decided here; how they fit is decided by the memory pass, which may ask for less
+prefetching while a group computes (:class:`Ahead`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+
+from traces.costs import Costs
+
+from ..plan import HarmonyPlan
+from ..schedule import Interval, Lane, TaskKind, TensorKind
+from .draft import Draft
+from .gradients import GradientPath
+from .needs import Need, Needs, Run, home_bytes, runs_where
+from .order import Group, Step, is_data_parallel
+
+
+class Ahead(IntEnum):
+    """How much may be fetched ahead while a group computes."""
+
+    NOTHING = 0
+    INPUTS = 1
+    WEIGHTS = 2
+
+
+def add_transfers(plan: HarmonyPlan, costs: Costs, steps: Sequence[Step], ahead: Mapping[int, Ahead]) -> Draft:
+    """The whole step as a draft. ``ahead`` says, per group index, how much may be fetched while it computes."""
+    return _Walk(plan, costs, steps, ahead).run()
+
+
+class _Weights:
+    """A group's weights and module buffers on its GPU, and how far they have come in."""
+
+    def __init__(self, group: Group) -> None:
+        self.next_layer = group.pack[0]
+        self.weight: int | None = None
+        self.buffer: int | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        return [buffer for buffer in (self.weight, self.buffer) if buffer is not None]
+
+
+class _HostTensor:
+    """x(l) or g(l) in dynamic host memory, piece by piece."""
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[Interval, int]] = []
+
+    def covering(self, samples: Interval) -> list[int] | None:
+        """Buffers that hold these samples together; None while some are not there yet."""
+        found = [(piece, buffer) for piece, buffer in self.pieces if piece[0] < samples[1] and samples[0] < piece[1]]
+        held = sum(min(p[1], samples[1]) - max(p[0], samples[0]) for p, _ in found)
+        return [buffer for _, buffer in found] if held == samples[1] - samples[0] else None
+
+
+class _Walk:
+    """What is where at this point of the total order."""
+
+    def __init__(self, plan: HarmonyPlan, costs: Costs, steps: Sequence[Step], ahead: Mapping[int, Ahead]) -> None:
+        self.plan, self.costs, self.steps, self.ahead = plan, costs, steps, ahead
+        self.draft = Draft()
+        self.needs = Needs(plan, costs)
+        self.gradients = GradientPath(plan, costs, self.needs, self.draft)
+        self.stash_layers = frozenset(first for first, _ in plan.packs_bwd[1:-1])
+        self.slots = plan.slots or max(-(-plan.minibatch // plan.u_fwd), -(-plan.minibatch // plan.u_bwd))
+        self.by_gpu: list[list[Step]] = [[] for _ in range(plan.gpus)]
+        for step in steps:
+            self.by_gpu[step.gpu].append(step)
+        self.position = [0] * plan.gpus
+        self.current = [own[0].group if own else None for own in self.by_gpu]
+        self.weights: dict[int, _Weights] = {}
+        self.arrived: dict[tuple[int, Need], int] = {}  # on a GPU, not yet consumed
+        self.received: list[set[int]] = [set() for _ in range(plan.gpus)]  # of those, what other GPUs sent
+        self.host: dict[tuple[TensorKind, int], _HostTensor] = {}
+        self.runner = {(step.kind, step.group.pack_index): step.gpu for step in steps}  # pipelines: one GPU per pack
+
+    def run(self) -> Draft:
+        for step in self.steps:
+            self.current[step.gpu] = step.group
+            self._fetch_needed(step)
+            self._fetch_ahead(step)
+            match step.kind:
+                case TaskKind.FORWARD:
+                    self._forward(step)
+                case TaskKind.BACKWARD:
+                    self._backward(step)
+                case _:
+                    self._update_on_gpu(step)
+            self.position[step.gpu] += 1
+        return self.draft
+
+    # 1 and 2: bringing in
+
+    def _fetch_needed(self, step: Step) -> None:
+        self._fetch_weights(step.group, step.group.pack[1])
+        for need in self.needs.of(step):
+            if not self._fetch(step, need):
+                raise AssertionError(f"{need} of {step} is nowhere")
+
+    def _fetch_ahead(self, step: Step) -> None:
+        allowed = self.ahead[step.group.index]
+        following = self.by_gpu[step.gpu][self.position[step.gpu] + 1 :]
+        if allowed >= Ahead.INPUTS and following:
+            for need in self.needs.of(following[0]):
+                self._fetch(following[0], need)
+        if allowed >= Ahead.WEIGHTS:
+            upcoming = next((other.group for other in following if other.group is not step.group), None)
+            if upcoming is not None:
+                self._fetch_weights(upcoming, self._share(upcoming, step))
+
+    def _share(self, upcoming: Group, step: Step) -> int:
+        """Last layer of the next group that should have started to come in when this microbatch starts."""
+        first, last = upcoming.pack
+        quota = self.costs.weight_bytes(first, last) * (step.microbatch + 1) / len(step.group.pieces)
+        layer = first
+        while layer < last and self.costs.weight_bytes(first, layer) < quota:
+            layer += 1
+        return layer
+
+    def _fetch_weights(self, group: Group, upto: int) -> None:
+        """Bring in the group's weights up to this layer, as one copy, and its module buffers with the first."""
+        state = self.weights.setdefault(group.index, _Weights(group))
+        first, last = state.next_layer, upto
+        if first > last:
+            return
+        state.next_layer = last + 1
+        if first == group.pack[0]:
+            state.buffer = self._bring_home_tensor(group, TensorKind.BUFFER, group.pack, None)
+        state.weight = self._bring_home_tensor(group, TensorKind.WEIGHT, (first, last), state.weight)
+
+    def _bring_home_tensor(self, group: Group, kind: TensorKind, run: Run, buffer: int | None) -> int | None:
+        """Copy a run of layers of a pack's home tensor into the pack's buffer, made now if there is none yet."""
+        size = home_bytes(self.costs, kind, run)
+        if not size:
+            return buffer
+        if buffer is None:
+            buffer = self.draft.buffer(group.gpu, kind, group.pack, home_bytes(self.costs, kind, group.pack))
+        self._swap_in(group.gpu, Need(kind, run), buffer, size)
+        return buffer
+
+    def _fetch(self, step: Step, need: Need) -> bool:
+        """Make sure the tensor is on its way to the step's GPU; False if the host does not have it yet."""
+        if (step.gpu, need) in self.arrived:
+            return True
+        sources: list[int] | None = []
+        after: list[int] | None = []
+        if need.at_boundary:
+            sources = self._host_tensor(need).covering(need.samples or (0, 0))
+        elif need.kind is TensorKind.GRADIENT:
+            after = self.gradients.home(need.run)
+        if sources is None or after is None:
+            return False
+        size = self.needs.bytes(need)
+        buffer = self.draft.buffer(step.gpu, need.kind, need.run, size, need.samples)
+        microbatch = step.microbatch if need.samples else None
+        self._swap_in(step.gpu, need, buffer, size, microbatch, sources, after)
+        self.arrived[step.gpu, need] = buffer
+        return True
+
+    def _swap_in(
+        self,
+        gpu: int,
+        need: Need,
+        buffer: int,
+        size: int,
+        microbatch: int | None = None,
+        sources: Sequence[int] = (),
+        after: Sequence[int] = (),
+    ) -> None:
+        self.draft.add(
+            TaskKind.SWAP_IN, (gpu, Lane.SWAP_IN), need.run, samples=need.samples, microbatch=microbatch,
+            tensor_kind=need.kind, size=size, reads=sources, writes=[buffer], after=after, group=self._group_on(gpu),
+        )  # fmt: skip
+
+    def _group_on(self, gpu: int) -> int | None:
+        """The group that a GPU is at; what is allocated now is allocated beside it."""
+        group = self.current[gpu]
+        return group.index if group else None
+
+    def _take_inputs(self, step: Step) -> list[int]:
+        """The step's input buffers; from now on they count as consumed."""
+        taken = [self.arrived.pop((step.gpu, need)) for need in self.needs.of(step)]
+        self.received[step.gpu].difference_update(taken)
+        return taken
+
+    def _host_tensor(self, need: Need) -> _HostTensor:
+        """x(l) is one host tensor, whether it went there as a boundary activation or as a stash."""
+        kind = TensorKind.ACTIVATION if need.kind is TensorKind.STASH else need.kind
+        return self.host.setdefault((kind, need.run[0]), _HostTensor())
+
+    # 3 and 4: computing and sending
+
+    def _forward(self, step: Step) -> None:
+        first, last = step.group.pack
+        out = last + 1
+        receiver = self._receiver(step)
+        # A boundary that goes through the host anyway serves as the stash.
+        stash_end = out + 1 if receiver is not None else out
+        stashed = [layer for layer in range(first + 1, stash_end) if layer in self.stash_layers]
+        leaving = [Need(TensorKind.ACTIVATION, (out, out), step.samples)]
+        leaving += [Need(TensorKind.STASH, (layer, layer), step.samples) for layer in stashed]
+        outputs = [(need, self._output(step, need)) for need in leaving if self.needs.bytes(need)]
+        workspace = self.costs.forward_workspace_bytes(first, last, _batch(step))
+        self._compute(step, [buffer for _, buffer in outputs], workspace)
+        for need, buffer in outputs:
+            self._send(step, need, buffer, receiver if need.kind is TensorKind.ACTIVATION else None)
+        if self._is_last(step):
+            self._buffers_out(step.group)
+
+    def _backward(self, step: Step) -> None:
+        first, last = step.group.pack
+        receiver = self._receiver(step)
+        leaving = Need(TensorKind.ACTIVATION_GRADIENT, (first, first), step.samples)
+        outgoing = self._output(step, leaving) if first > 0 and self.needs.bytes(leaving) else None
+        gradient = self.gradients.buffer(step.group)
+        workspace = self.costs.backward_workspace_bytes(first, last, _batch(step))
+        self._compute(step, [buffer for buffer in (outgoing, gradient) if buffer is not None], workspace)
+        if outgoing is not None:
+            self._send(step, leaving, outgoing, receiver)
+        if self._is_last(step):
+            if last == self.needs.last_layer:
+                self._buffers_out(step.group)
+            self.gradients.backward_ended(step.group)
+
+    def _update_on_gpu(self, step: Step) -> None:
+        group = step.group
+        inputs = self._take_inputs(step)
+        states = [b for b in inputs if self.draft.buffers[b].kind is TensorKind.OPTIMIZER_STATE]
+        own_gradient = None if self.needs.reduced_by_host else self.gradients.buffer(group)
+        weights = self.weights[group.index]
+        read = [*weights.ids, *inputs, *([] if own_gradient is None else [own_gradient])]
+        changed = [*([] if weights.weight is None else [weights.weight]), *states]
+        self.draft.add(
+            TaskKind.UPDATE, (step.gpu, Lane.COMPUTE), group.pack, reads=read, writes=changed, group=group.index
+        )
+        for run in runs_where(group.pack, self.costs.updates):
+            self._home_out(group, Need(TensorKind.WEIGHT, run), weights.weight)
+        for state in states:
+            self._home_out(group, Need(TensorKind.OPTIMIZER_STATE, group.pack), state)
+
+    def _compute(self, step: Step, outputs: list[int], workspace: int) -> None:
+        weights = self.weights[step.group.index]
+        inputs = self._take_inputs(step)
+        writes = list(outputs)
+        if workspace:
+            writes.append(self.draft.buffer(step.gpu, TensorKind.WORKSPACE, step.group.pack, workspace, step.samples))
+        if weights.buffer is not None and self._changes_buffers(step):
+            writes.append(weights.buffer)
+        self.draft.add(
+            step.kind, (step.gpu, Lane.COMPUTE), step.group.pack, samples=step.samples, microbatch=step.microbatch,
+            reads=[*weights.ids, *inputs], writes=writes, group=step.group.index,
+        )  # fmt: skip
+
+    def _output(self, step: Step, need: Need) -> int:
+        return self.draft.buffer(step.gpu, need.kind, need.run, self.needs.bytes(need), need.samples)
+
+    def _receiver(self, step: Step) -> int | None:
+        """GPU that gets the step's boundary tensor straight from this one; None: it goes through the host.
+
+        Through the host goes everything data-parallel, what a receiver has no slot for, and the last forward
+        pack's output where the backward cuts the minibatch differently.
+        """
+        index = step.group.pack_index
+        if is_data_parallel(self.plan) or (step.kind is TaskKind.BACKWARD and index == 0):
+            return None
+        if step.kind is TaskKind.BACKWARD:
+            consumer = (TaskKind.BACKWARD, index - 1)
+        elif index + 1 < len(self.plan.packs_fwd):
+            consumer = (TaskKind.FORWARD, index + 1)
+        elif self.plan.u_fwd == self.plan.u_bwd:
+            consumer = (TaskKind.BACKWARD, len(self.plan.packs_bwd) - 1)
+        else:
+            return None
+        gpu = self.runner[consumer]
+        return gpu if len(self.received[gpu]) < self.slots else None
+
+    def _send(self, step: Step, need: Need, buffer: int, receiver: int | None) -> None:
+        if receiver is None:
+            lane, kind, gpu = Lane.SWAP_OUT, TaskKind.SWAP_OUT, None
+        else:
+            lane, kind, gpu = Lane.P2P_OUT, TaskKind.P2P, receiver
+        size = self.draft.buffers[buffer].bytes
+        target = self.draft.buffer(gpu, need.kind, need.run, size, need.samples)
+        self.draft.add(
+            kind, (step.gpu, lane), need.run, samples=need.samples, microbatch=step.microbatch, tensor_kind=need.kind,
+            size=size, peer=receiver, reads=[buffer], writes=[target],
+            group=None if receiver is None else self._group_on(receiver),
+        )  # fmt: skip
+        if receiver is not None:
+            self.arrived[receiver, need] = target
+            self.received[receiver].add(target)
+        elif need.samples is not None:
+            self._host_tensor(need).pieces.append((need.samples, target))
+
+    def _changes_buffers(self, step: Step) -> bool:
+        """Whether this step's forward is the one that counts for the module buffers (recompute changes none)."""
+        first, last = step.group.pack
+        forward = step.kind is TaskKind.FORWARD or last == self.needs.last_layer
+        return forward and any(self.costs.trace.layers[layer].changes_buffers for layer in range(first, last + 1))
+
+    def _buffers_out(self, group: Group) -> None:
+        """Write back what the forward changed; of data-parallel replicas the first GPU's is kept."""
+        if is_data_parallel(self.plan) and group.gpu != 0:
+            return
+        layers = self.costs.trace.layers
+        for run in runs_where(group.pack, lambda layer: layers[layer].changes_buffers):
+            self._home_out(group, Need(TensorKind.BUFFER, run), self.weights[group.index].buffer)
+
+    def _home_out(self, group: Group, need: Need, buffer: int | None) -> None:
+        size = self.needs.bytes(need)
+        if buffer is not None and size:
+            self.draft.add(
+                TaskKind.SWAP_OUT, (group.gpu, Lane.SWAP_OUT), need.run, tensor_kind=need.kind, size=size,
+                reads=[buffer], group=group.index,
+            )  # fmt: skip
+
+    def _is_last(self, step: Step) -> bool:
+        return step.microbatch == len(step.group.pieces) - 1
+
+
+def _batch(step: Step) -> int:
+    if step.samples is None:
+        raise AssertionError(f"{step} has no samples")
+    return step.samples[1] - step.samples[0]
