@@ -4,6 +4,7 @@ from collections import Counter
 from itertools import product
 
 import pytest
+from msgspec.structs import replace
 
 from sim.build import build_from_costs
 from sim.machine import Gpu, Host, Machine
@@ -131,11 +132,11 @@ def test_pipeline(packing, update, reduce, sizes, seed, gpus):
 def test_what_finds_no_slot_travels_through_the_host_and_serves_as_the_stash(slots, packing, gpus):
     costs = Costs(skewed_trace(3, 7))
     forward, backward = PACKINGS[packing]
-    common = dict(
+    free_plan = HarmonyPlan(
         policy=Policy.HARMONY_PP, minibatch=8, gpus=gpus, u_fwd=2, u_bwd=2, packs_fwd=forward, packs_bwd=backward
     )
-    free = build_from_costs(HarmonyPlan(**common), costs, machine(gpus))
-    tight = build_from_costs(HarmonyPlan(**common, slots=slots), costs, machine(gpus))
+    free = build_from_costs(free_plan, costs, machine(gpus))
+    tight = build_from_costs(replace(free_plan, slots=slots), costs, machine(gpus))
     plenty, few = moved(free), moved(tight)
     spilled = {
         kind: few[TaskKind.SWAP_IN][kind] - plenty[TaskKind.SWAP_IN][kind]

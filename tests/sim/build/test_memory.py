@@ -53,7 +53,7 @@ def test_live_allocations_never_overlap_and_stay_inside(sizes, data):
         found = arena.allocate(size, NEVER)
         if found is not None:
             offset, freers = found
-            assert 0 <= offset
+            assert offset >= 0
             assert offset + size <= 16 * UNIT
             assert all(offset + size <= a or b <= offset for a, b in live.values())
             # It waits for whoever last freed each address it covers.
@@ -106,7 +106,7 @@ def test_counted_allocations_wait_for_every_earlier_free_and_respect_the_cap():
 
 
 def host_moves(*moves: tuple[str, int]) -> Draft:
-    """``("out", buffer)`` writes a host buffer of 10 bytes from GPU 0, ``("in", buffer)`` reads it for the last time."""
+    """``("out", buffer)`` writes a host buffer of 10 bytes from GPU 0, ``("in", buffer)`` reads it last."""
     draft = Draft()
     ids: dict[int, int] = {}
     for what, name in moves:
