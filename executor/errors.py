@@ -1,12 +1,19 @@
 """Errors of running models, all of them :class:`~traces.errors.HarmonyError`.
 
 HarmonyError
-├── ModelError       a model cannot be split into layers, or a layer does what a layer may not
-└── WorkloadError    a model, its loss or its batches cannot be loaded
+├── ModelError          a model cannot be split into layers, or a layer does what a layer may not
+├── WorkloadError       a model, its loss or its batches cannot be loaded
+├── DeviceError         the devices asked for are not there
+├── DifferentModel      a schedule was made for another model, batch or optimizer than the one at hand
+├── OptimizerError      an optimizer cannot update packs one by one
+├── OutOfArena          a buffer does not fit where the schedule puts it, or under the cap
+├── WorkspaceOverrun    autograd took more memory than the schedule reserved
+└── TaskFailed          a task of a run failed; ``__cause__`` is what happened
 """
 
 from __future__ import annotations
 
+from sim.units import format_bytes
 from traces.errors import HarmonyError
 
 
@@ -16,3 +23,57 @@ class ModelError(HarmonyError):
 
 class WorkloadError(HarmonyError):
     """A model, its loss or its batches cannot be loaded: says from where, and what was expected."""
+
+
+class DeviceError(HarmonyError):
+    """The devices asked for are not there: says how many of which kind there are, and what to use instead."""
+
+
+class DifferentModel(HarmonyError):
+    """A schedule was made for another model, batch or optimizer: says where they differ, with both figures."""
+
+
+class OptimizerError(HarmonyError):
+    """An optimizer cannot update packs one by one, or not on a GPU: says which, why, and what to use."""
+
+
+class OutOfArena(HarmonyError):
+    """A buffer does not fit into a GPU's memory: past the cap, or where something else lies."""
+
+    def __init__(self, gpu: int, what: str, needed: int, cap: int, problem: str) -> None:
+        super().__init__(gpu, what, needed, cap, problem)
+        self.gpu, self.what, self.needed, self.cap, self.problem = gpu, what, needed, cap, problem
+
+    def __str__(self) -> str:
+        return (
+            f"GPU {self.gpu} has no room for {self.what}, {format_bytes(self.needed)} ({self.needed} B): "
+            f"{self.problem}; the cap is {format_bytes(self.cap)} ({self.cap} B). "
+            "Build the schedule for this machine's memory"
+        )
+
+
+class WorkspaceOverrun(HarmonyError):
+    """The mathematics of a task took more memory than its workspace reserves."""
+
+    def __init__(self, gpu: int, layers: tuple[int, int], used: int, reserved: int) -> None:
+        super().__init__(gpu, layers, used, reserved)
+        self.gpu, self.layers, self.used, self.reserved = gpu, layers, used, reserved
+
+    def __str__(self) -> str:
+        first, last = self.layers
+        return (
+            f"layers {first}-{last} on GPU {self.gpu} took {format_bytes(self.used)} ({self.used} B) of temporary memory, "
+            f"the schedule reserves {format_bytes(self.reserved)} ({self.reserved} B); profile the model again with this "
+            "version of torch and this microbatch size"
+        )
+
+
+class TaskFailed(HarmonyError):
+    """A task of a run failed, and with it the run. ``__cause__`` holds the exception itself."""
+
+    def __init__(self, task: str, lane: str, step: int, cause: str) -> None:
+        super().__init__(task, lane, step, cause)
+        self.task, self.lane, self.step, self.cause = task, lane, step, cause
+
+    def __str__(self) -> str:
+        return f"step {self.step}, lane {self.lane}: {self.task} failed: {self.cause}"

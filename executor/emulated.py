@@ -1,0 +1,217 @@
+"""Emulated GPUs: real tensors and real copies on the CPU, as slow as the machine's description says.
+
+All mathematics runs under one lock of the process. A task of mathematics then sleeps until it has lasted ``1 / speed``
+times the CPU time that it really took, so that a busy machine, or other emulated GPUs taking their turn, do not blur
+it. Copies are real, and share the nominal links of the machine's ``[emulation]`` part in real time.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+import torch
+from torch import Tensor
+
+from sim.errors import MachineError
+from sim.fabric import Fabric, Route, ring_edge_bytes
+from sim.machine import Machine
+from sim.schedule import Lane, LaneKey
+from sim.units import NS_PER_S
+
+from .devices import Aborted, Copy, Mark, Overruns, T
+from .links import Load, SharedLinks
+
+_MATHEMATICS = threading.Lock()
+"""Held by whoever calculates: one emulated GPU at a time, in the whole process."""
+
+PIECE_BYTES = 512 * 1024
+"""Copies go on in pieces of at least this size …"""
+PIECE_S = 0.002
+"""… which take at least this long, so that waking after each costs little."""
+
+
+def nominal_machine(machine: Machine) -> Machine:
+    """The machine that is emulated: its links at the nominal rates of the ``[emulation]`` part, without delays.
+
+    What copying costs besides (its start, host memory) is real here, for calibration to measure. Raises MachineError
+    for a machine without such a part.
+    """
+    emulation = machine.emulation
+    if emulation is None:
+        raise MachineError(
+            f"machine {machine.name} cannot be emulated: it has no [emulation] part with pace and nominal rates; "
+            "use the machine 'emulated', or add one"
+        )
+    replace = msgspec.structs.replace
+    links = tuple(
+        replace(link, bandwidth=emulation.links.get(link.name, link.bandwidth), latency_ns=0) for link in machine.links
+    )
+    gpus = tuple(
+        replace(gpu, bandwidth=emulation.gpu_bandwidth, p2p_bandwidth=emulation.p2p_bandwidth, copy_overhead_ns=0)
+        for gpu in machine.gpus
+    )
+    return replace(machine, host=replace(machine.host, dram_bandwidth=math.inf), links=links, gpus=gpus)
+
+
+class EmulatedDevices:
+    """See :class:`~executor.devices.Devices`."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.fabric = Fabric(nominal_machine(machine))
+        self.links = SharedLinks(self.fabric)
+        self._paces = [1 / gpu.speed for gpu in machine.gpus]
+        self._host_pace = 1 / machine.host.speed
+        self._aborted = threading.Event()
+        self._overruns = Overruns()
+
+    @property
+    def gpus(self) -> int:
+        """See :class:`~executor.devices.Devices`; so for all methods."""
+        return len(self._paces)
+
+    @property
+    def overruns(self) -> Overruns:
+        """Tasks of mathematics that lasted longer than their pace asks."""
+        return self._overruns
+
+    def device(self, gpu: int) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    def generator(self, gpu: int) -> torch.Generator:
+        """The process's generator, which all emulated GPUs share under the lock."""
+        return torch.default_generator
+
+    def host_bytes(self, size: int) -> Tensor:
+        """Plain memory."""
+        return torch.empty(size, dtype=torch.uint8)
+
+    def queue(self, lane: LaneKey) -> EmulatedQueue:
+        """A synchronous queue."""
+        return EmulatedQueue(self, lane)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """One thread for each operator: threads of torch would contend with the other emulated GPUs'."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
+    def begin(self) -> None:
+        """Empty links, nothing aborted."""
+        self._aborted.clear()
+        self.links.reopen()
+
+    def finish(self) -> None:
+        """Nothing to wait for: queues are synchronous."""
+
+    def time_ns(self, mark: Mark) -> int:
+        """Marks are times."""
+        assert isinstance(mark, int)
+        return mark
+
+    def abort(self) -> None:
+        """Wake who sleeps for its pace or waits for a link."""
+        self._aborted.set()
+        self.links.close()
+
+    def calculate(self, gpu: int | None, work: Callable[[], T]) -> T:
+        """Do ``work`` under the lock, and return when it has lasted its pace times its CPU time."""
+        started_ns = time.perf_counter_ns()
+        with _MATHEMATICS:
+            if self._aborted.is_set():
+                raise Aborted
+            cpu_ns = -time.thread_time_ns()
+            result = work()
+            cpu_ns += time.thread_time_ns()
+            late_ns = time.perf_counter_ns() - started_ns - self._pace(gpu) * cpu_ns
+            if late_ns > 0:
+                self._overruns = Overruns(self._overruns.count + 1, self._overruns.total_ns + round(late_ns))
+        if late_ns < 0 and self._aborted.wait(self._left_s(started_ns, self._pace(gpu) * cpu_ns)):
+            raise Aborted
+        return result
+
+    def _pace(self, gpu: int | None) -> float:
+        return self._host_pace if gpu is None else self._paces[gpu]
+
+    def _left_s(self, started_ns: int, duration_ns: float) -> float:
+        return max(0.0, started_ns + duration_ns - time.perf_counter_ns()) / NS_PER_S
+
+
+class EmulatedQueue:
+    """A queue that does everything at once. See :class:`~executor.devices.Queue`."""
+
+    def __init__(self, devices: EmulatedDevices, lane: LaneKey) -> None:
+        self._devices = devices
+        self._gpu, self._lane = lane
+
+    def wait(self, mark: Mark) -> None:
+        """Whoever set the mark has done the work before it."""
+
+    def mark(self) -> int:
+        """Now, on the clock of ``time.perf_counter_ns``."""
+        return time.perf_counter_ns()
+
+    def compute(self, work: Callable[[], T]) -> T:
+        """Paced mathematics of this lane's GPU, or of the host."""
+        return self._devices.calculate(self._gpu, work)
+
+    def swap(self, copies: Sequence[Copy]) -> None:
+        """Copy at the rate of the lane's direction."""
+        gpu, fabric = self._own_gpu(), self._devices.fabric
+        self._carry(fabric.swap_in(gpu) if self._lane is Lane.SWAP_IN else fabric.swap_out(gpu), copies)
+
+    def send(self, copies: Sequence[Copy], peer: int) -> None:
+        """Copy at the rate of the way to the peer."""
+        self._carry(self._devices.fabric.p2p(self._own_gpu(), peer), copies)
+
+    def all_reduce(self, shares: Sequence[Tensor]) -> None:
+        """Add piece by piece, as fast as a ring of these GPUs would."""
+        routes = self._devices.fabric.ring(len(shares))
+        loads = [Load(route, ring_edge_bytes(shares[0].nbytes, len(shares))) for route in routes]
+        self._devices.links.carry(loads, _add_up(shares))
+
+    def _own_gpu(self) -> int:
+        assert self._gpu is not None
+        return self._gpu
+
+    def _carry(self, route: Route, copies: Sequence[Copy]) -> None:
+        total = sum([copy.target.nbytes for copy in copies])
+        piece_bytes = max(PIECE_BYTES, round(self._devices.fabric.uncontended_rate(route) * PIECE_S))
+        self._devices.links.carry([Load(route, total)], _copy_pieces(copies, total, piece_bytes))
+
+
+def _copy_pieces(copies: Sequence[Copy], total: int, piece_bytes: int) -> Iterator[float]:
+    """Copy, and yield the share that is done each time another piece is."""
+    done = 0
+    reported = 0
+    for target, source in copies:
+        for start in range(0, len(target), piece_bytes):
+            part = target[start : start + piece_bytes]
+            part.copy_(source[start : start + piece_bytes])
+            done += len(part)
+            if done - reported >= piece_bytes:
+                reported = done
+                yield done / total
+
+
+def _add_up(shares: Sequence[Tensor]) -> Iterator[float]:
+    """Leave the sum of flat tensors in all of them, added in rank order; yields the share that is done."""
+    count = shares[0].numel()
+    length = max(1, PIECE_BYTES // shares[0].element_size())
+    for start in range(0, count, length):
+        pieces = [share[start : start + length] for share in shares]
+        total = pieces[0].clone()
+        for piece in pieces[1:]:
+            total += piece
+        for piece in pieces:
+            piece.copy_(total)
+        yield min(1.0, (start + length) / count)
