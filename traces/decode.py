@@ -21,7 +21,7 @@ _STEP = re.compile(r"\.(?P<key>\w+)|\[(?P<index>\d+)\]")
 _UNKNOWN_KEY = re.compile(r"Object contains unknown field `(?P<key>.*)`")
 _MISSING_KEY = re.compile(r"Object missing required field `(?P<key>.*)`")
 _BYTE = re.compile(r"^(?:JSON is malformed: )?(?P<what>.*) \(byte (?P<at>\d+)\)$")
-_NOT_A_NUMBER = re.compile(rb"-?(?:nan|inf(?:inity)?)\b", re.IGNORECASE)
+_NOT_A_NUMBER = re.compile(rb"(?<=[\s:,\[])-?(?:nan|inf(?:inity)?)\b", re.IGNORECASE)
 
 
 def decode_trace(data: bytes, source: str) -> Trace:
@@ -55,18 +55,19 @@ def _not_json(data: bytes, message: str, source: str) -> TraceError:
     match = _BYTE.match(message)
     if match is None:
         return TraceError(source, "", f"is not JSON: {message[:1].lower()}{message[1:]} (file of {len(data)} bytes)")
+    # The parser reports the letter that it could not use, or one after it: up to four into the word.
     at = int(match["at"])
-    line, column = data.count(b"\n", 0, at) + 1, at - data.rfind(b"\n", 0, at)
-    where = f"line {line}, column {column}"
-    # The parser stops at the first letter it cannot use, which may be inside the word.
-    start = max(at - 1, 0) if data[max(at - 1, 0) : at] in (b"-", b"n", b"N", b"i", b"I") else at
-    bad = _NOT_A_NUMBER.match(data, start)
+    bad = _NOT_A_NUMBER.search(data, max(at - 4, 0), at + len(b"-infinity") + 1)
+    start = bad.start() if bad else at
+    line_start = data.rfind(b"\n", 0, start) + 1
+    line = data.count(b"\n", 0, start) + 1
+    where = f"near line {line}, column {start - line_start + 1}"
     if bad:
-        row = data[data.rfind(b"\n", 0, at) + 1 : start].decode(errors="replace").strip()[-120:]
+        before = data[line_start:start].decode(errors="replace").strip()[-120:]
         return TraceError(
             source,
             where,
-            f"{bad[0].decode()} is not a value a trace may hold (after: {row}); "
+            f"{bad[0].decode()} is not a value a trace may hold (after: {before}); "
             "measure that number again and write a whole number",
         )
     return TraceError(source, where, f"is not JSON: {match['what']}")
