@@ -138,6 +138,10 @@ class Fabric:
             self.p2p(source, target) for source, target in zip(members, [*members[1:], members[0]], strict=True)
         )
 
+    def host_memory(self) -> Route:
+        """Reading and writing host memory, without a copy to a GPU."""
+        return Route((self._dram,))
+
     def uncontended_rate(self, route: Route) -> float:
         """Bytes/s of a copy that is alone."""
         limits = [self.capacities[resource] / route.resources.count(resource) for resource in route.resources]

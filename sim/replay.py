@@ -12,6 +12,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
+from .errors import ScheduleError
 from .schedule import Schedule, TensorKind
 
 
@@ -46,11 +47,14 @@ class StepTimes:
 def replay_times(schedule: Schedule, duration_ns: Sequence[int]) -> StepTimes:
     """Times when every task lasts ``duration_ns[id]`` and starts as soon as its predecessors have ended.
 
-    The tasks' dependencies must point backwards, as :func:`sim.validate.validate` checks.
+    Raises ScheduleError if a task waits for a later one.
     """
     starts: list[int] = []
     ends: list[int] = []
-    for before, duration in zip(schedule.predecessors, duration_ns, strict=True):
+    for number, (before, duration) in enumerate(zip(schedule.predecessors, duration_ns, strict=True)):
+        if before and before[-1] >= number:
+            tasks = schedule.tasks
+            raise ScheduleError((f"{tasks[number]} waits for {tasks[before[-1]]}, which comes later in the order",))
         start = max([ends[task] for task in before], default=0)
         starts.append(start)
         ends.append(start + duration)
