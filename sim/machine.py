@@ -5,7 +5,8 @@
             ├── gpu 0         a GPU names the link it hangs off; its own link is ``gpu.bandwidth``
             └── gpu 1
 
-The values are immutable descriptions; what happens on them lives in the engines. ``files.py`` reads the TOML form.
+The values are immutable descriptions; what happens on them lives in the engines. ``machine_files.py`` reads and writes
+the TOML form, ``fabric.py`` says what each copy loads.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Rate = Annotated[float, msgspec.Meta(gt=0)]
 Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class _Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the machine's parts: immutable, named fields only."""
 
 
@@ -42,7 +43,7 @@ class Link(_Value, frozen=True):
 
 
 class Gpu(_Value, frozen=True):
-    """One GPU: usable memory is ``memory_bytes - reserved_bytes``.
+    """One GPU; ``name`` is its model. Usable memory is ``memory_bytes - reserved_bytes``.
 
     ``speed`` is relative to the device on which traces for this machine were made (0.5: half as fast).
     ``bandwidth`` (bytes/s, each direction) is its own link, hanging off link ``link`` (or the host).
@@ -68,7 +69,8 @@ class Gpu(_Value, frozen=True):
 
 
 class NvLink(_Value, frozen=True):
-    """A direct edge between two GPUs (indices), used instead of the tree for copies between them."""
+    """A direct edge between two GPUs (indices) that copies between them take instead of the tree; ``bandwidth``
+    (bytes/s) holds in each direction."""
 
     gpus: tuple[int, int]
     bandwidth: Rate
@@ -86,8 +88,8 @@ class Host(_Value, frozen=True):
 class Emulation(_Value, frozen=True):
     """How the emulator plays this machine on a CPU; nobody else reads it and calibration never changes it.
 
-    ``pace``: a task lasts this multiple of the CPU time it really used. ``links`` and ``gpu_bandwidth`` are the
-    nominal rates (bytes/s) that copies are throttled to; ``copy_overhead_ns`` is not emulated but measured.
+    ``pace``: a task lasts this multiple of the CPU time it really used. The rates (bytes/s) are nominal: copies are
+    throttled to them, and what they then reach is measured. ``links`` gives one for every link of the machine, by name.
     """
 
     pace: Annotated[float, msgspec.Meta(ge=1)]
@@ -109,43 +111,54 @@ class Machine(_Value, frozen=True):
 
     def __post_init__(self) -> None:
         """Check that the links form a tree, and that every name resolves."""
-        by_name = {link.name: link for link in self.links}
-        if len(by_name) != len(self.links) or HOST in by_name:
-            raise MachineError(f"machine {self.name}: link names must be unique and not {HOST!r}")
         if not self.gpus:
-            raise MachineError(f"machine {self.name}: it has no GPU; add a [[gpus]] table")
-        hangs_off = [(f"gpu {g.name}", g.link) for g in self.gpus] + [(f"link {k.name}", k.parent) for k in self.links]
-        for owner, parent in hangs_off:
-            if parent != HOST and parent not in by_name:
-                known = ", ".join([HOST, *by_name])
-                raise MachineError(f"machine {self.name}: {owner} hangs off unknown link {parent!r}; known: {known}")
-        for link in self.links:
-            seen, at = {link.name}, link.parent
-            while at != HOST:
-                if at in seen:
-                    raise MachineError(
-                        f"machine {self.name}: links {sorted(seen)} form a loop; one must hang off {HOST!r}"
-                    )
-                seen.add(at)
-                at = by_name[at].parent
-        for gpu in self.gpus:
+            raise self._fault("it has no GPU; add a [[gpus]] table")
+        self._check_links()
+        for number, gpu in enumerate(self.gpus):
             if gpu.usable_bytes <= 0:
-                raise MachineError(
-                    f"machine {self.name}: gpu {gpu.name} reserves {format_bytes(gpu.reserved_bytes)} "
-                    f"of {format_bytes(gpu.memory_bytes)}; nothing is left"
+                raise self._fault(
+                    f"GPU {number} reserves {format_bytes(gpu.reserved_bytes)} of {format_bytes(gpu.memory_bytes)}; "
+                    "nothing is left"
                 )
-        for edge in self.nvlinks:
-            if edge.gpus[0] == edge.gpus[1] or not all(0 <= g < len(self.gpus) for g in edge.gpus):
-                raise MachineError(f"machine {self.name}: nvlink between GPUs {edge.gpus}; there are {len(self.gpus)}")
+        joined = [frozenset(edge.gpus) for edge in self.nvlinks]
+        for edge, pair in zip(self.nvlinks, joined, strict=True):
+            if len(pair) < 2 or not pair <= set(range(len(self.gpus))):
+                raise self._fault(f"NVLink between GPUs {edge.gpus}; it joins two of 0…{len(self.gpus) - 1}")
+            if joined.count(pair) > 1:
+                raise self._fault(f"several NVLinks between GPUs {edge.gpus}; add their bandwidths in one")
+        names = {link.name for link in self.links}
+        if self.emulation is not None and self.emulation.links.keys() != names:
+            wrong = sorted(names ^ self.emulation.links.keys())
+            raise self._fault(f"emulation.links must give a rate for each of its links, and no other; see {wrong}")
+
+    def _check_links(self) -> None:
+        parents = {link.name: link.parent for link in self.links}
+        if len(parents) != len(self.links) or HOST in parents:
+            raise self._fault(f"link names must be unique and not {HOST!r}")
+        ends = [(f"GPU {number}", gpu.link) for number, gpu in enumerate(self.gpus)]
+        ends += [(f"link {name}", parent) for name, parent in parents.items()]
+        for owner, parent in ends:
+            if parent != HOST and parent not in parents:
+                raise self._fault(
+                    f"{owner} hangs off unknown link {parent!r}; known: {', '.join([HOST, *sorted(parents)])}"
+                )
+        for name in parents:
+            way = [name]
+            while (parent := parents[way[-1]]) != HOST:
+                if parent in way:
+                    raise self._fault(f"links {sorted(way)} form a loop; one must hang off {HOST!r}")
+                way.append(parent)
+
+    def _fault(self, problem: str) -> MachineError:
+        return MachineError(f"machine {self.name}: {problem}")
 
     def with_gpus(self, count: int) -> Machine:
         """This machine with its first ``count`` GPUs, or with its last one repeated until there are ``count``."""
         if count < 1:
-            raise MachineError(f"machine {self.name}: {count} GPUs asked for; at least 1 is needed")
-        last = self.gpus[-1]
-        extra = tuple(msgspec.structs.replace(last, name=str(i)) for i in range(len(self.gpus), count))
+            raise self._fault(f"{count} GPUs asked for; at least 1 is needed")
+        gpus = self.gpus[:count] + self.gpus[-1:] * (count - len(self.gpus))
         nvlinks = tuple(edge for edge in self.nvlinks if max(edge.gpus) < count)
-        return msgspec.structs.replace(self, gpus=self.gpus[:count] + extra, nvlinks=nvlinks)
+        return msgspec.structs.replace(self, gpus=gpus, nvlinks=nvlinks)
 
     def with_usable_memory(self, usable_bytes: int) -> Machine:
         """This machine with every GPU's usable memory set."""
@@ -155,3 +168,17 @@ class Machine(_Value, frozen=True):
     def with_host_memory(self, memory_bytes: int | None) -> Machine:
         """This machine with its host memory set (None: unlimited)."""
         return msgspec.structs.replace(self, host=msgspec.structs.replace(self.host, memory_bytes=memory_bytes))
+
+    def at_nominal_rates(self) -> Machine:
+        """The machine that the emulator imitates: links at the nominal rates of ``emulation``, without latencies and
+        overheads, which arise by themselves. Raises MachineError if the machine has no such part."""
+        nominal = self.emulation
+        if nominal is None:
+            raise self._fault("it cannot be emulated: it has no [emulation] part; use the machine called emulated")
+        replace = msgspec.structs.replace
+        links = tuple(replace(link, bandwidth=nominal.links[link.name], latency_ns=0) for link in self.links)
+        gpus = tuple(
+            replace(gpu, bandwidth=nominal.gpu_bandwidth, p2p_bandwidth=nominal.p2p_bandwidth, copy_overhead_ns=0)
+            for gpu in self.gpus
+        )
+        return replace(self, links=links, gpus=gpus)

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from decimal import Decimal
 
 NS_PER_S = 10**9
@@ -58,14 +57,14 @@ def exact_ns(duration_ns: int) -> str:
     return _shortest(Decimal(duration_ns), _NANOSECONDS)
 
 
-def _parse(text: str, units: Mapping[str, int]) -> Decimal | None:
+def _parse(text: str, units: dict[str, int]) -> Decimal | None:
     """Number times unit, exactly; None if it is not that. Upper and lower case are the same."""
     match = _QUANTITY.fullmatch(text)
     scale = {name.lower(): value for name, value in units.items()}.get(match.group(2).lower()) if match else None
     return Decimal(match.group(1)) * scale if match and scale else None
 
 
-def _shortest(amount: Decimal, units: Mapping[str, int]) -> str:
+def _shortest(amount: Decimal, units: dict[str, int]) -> str:
     """``amount`` in the unit that takes the fewest characters without losing any; of several, the largest."""
     texts = []
     for name, scale in reversed(units.items()):
