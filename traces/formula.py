@@ -21,17 +21,12 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerFormula:
-    """One layer. Sizes given as one number are bytes per sample, exactly proportional to the microbatch.
+class SizeFormula:
+    """Sizes of one layer that grow with the microbatch, each as the column of that name in :mod:`traces.schema`.
 
-    The meaning of each is that of the column of the same name in :mod:`traces.schema`.
+    Those given as one number are bytes per sample, exactly proportional to the microbatch.
     """
 
-    layer: Layer
-    forward_ns: Line
-    backward_ns: Line
-    update_cpu_ns: int
-    update_gpu_ns: int
     input_bytes: int
     output_bytes: int
     input_gradient_bytes: int
@@ -39,33 +34,41 @@ class LayerFormula:
     workspace_bytes: Line
     forward_workspace_bytes: Line
 
-    def times(self, index: int, microbatches: Sequence[int]) -> list[TimeRow]:
-        """Rows of the table ``times`` for this layer as number ``index`` of the model."""
-        rows = [
-            TimeRow(layer=index, phase=phase, microbatch=u, duration_ns=line.at(u), provenance=Provenance.MODELLED)
-            for phase, line in ((Phase.FORWARD, self.forward_ns), (Phase.BACKWARD, self.backward_ns))
-            for u in microbatches
-        ]
-        updates = ((Phase.UPDATE_CPU, self.update_cpu_ns), (Phase.UPDATE_GPU, self.update_gpu_ns))
-        rows += [
-            TimeRow(layer=index, phase=phase, microbatch=0, duration_ns=duration, provenance=Provenance.MODELLED)
-            for phase, duration in updates
-            if duration
-        ]
-        return rows
 
-    def sizes(self, index: int, microbatches: Sequence[int]) -> list[SizeRow]:
+@dataclass(frozen=True, kw_only=True)
+class LayerFormula:
+    """One layer: durations on the trace's device, and sizes. Updates of 0 ns get no row."""
+
+    layer: Layer
+    forward_ns: Line
+    backward_ns: Line
+    update_cpu_ns: int
+    update_gpu_ns: int
+    sizes: SizeFormula
+
+    def time_rows(self, index: int, microbatches: Sequence[int]) -> list[TimeRow]:
+        """Rows of the table ``times`` for this layer as number ``index`` of the model."""
+        durations = [(Phase.FORWARD, u, self.forward_ns.at(u)) for u in microbatches]
+        durations += [(Phase.BACKWARD, u, self.backward_ns.at(u)) for u in microbatches]
+        updates = ((Phase.UPDATE_CPU, self.update_cpu_ns), (Phase.UPDATE_GPU, self.update_gpu_ns))
+        durations += [(phase, 0, duration) for phase, duration in updates if duration]
+        return [
+            TimeRow(layer=index, phase=phase, microbatch=u, duration_ns=duration, provenance=Provenance.MODELLED)
+            for phase, u, duration in durations
+        ]
+
+    def size_rows(self, index: int, microbatches: Sequence[int]) -> list[SizeRow]:
         """Rows of the table ``sizes`` for this layer as number ``index`` of the model."""
         return [
             SizeRow(
                 layer=index,
                 microbatch=u,
-                input_bytes=self.input_bytes * u,
-                output_bytes=self.output_bytes * u,
-                input_gradient_bytes=self.input_gradient_bytes * u,
-                saved_bytes=self.saved_bytes * u,
-                workspace_bytes=self.workspace_bytes.at(u),
-                forward_workspace_bytes=self.forward_workspace_bytes.at(u),
+                input_bytes=self.sizes.input_bytes * u,
+                output_bytes=self.sizes.output_bytes * u,
+                input_gradient_bytes=self.sizes.input_gradient_bytes * u,
+                saved_bytes=self.sizes.saved_bytes * u,
+                workspace_bytes=self.sizes.workspace_bytes.at(u),
+                forward_workspace_bytes=self.sizes.forward_workspace_bytes.at(u),
                 provenance=Provenance.MODELLED,
             )
             for u in microbatches
@@ -89,6 +92,6 @@ def tabulate(
         optimizer=optimizer,
         label_bytes_per_sample=label_bytes_per_sample,
         layers=tuple(formula.layer for formula in formulas),
-        times=tuple(row for at, formula in enumerate(formulas) for row in formula.times(at, microbatches)),
-        sizes=tuple(row for at, formula in enumerate(formulas) for row in formula.sizes(at, microbatches)),
+        times=tuple(row for at, formula in enumerate(formulas) for row in formula.time_rows(at, microbatches)),
+        sizes=tuple(row for at, formula in enumerate(formulas) for row in formula.size_rows(at, microbatches)),
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from .formula import LayerFormula, Line, tabulate
+from .formula import LayerFormula, Line, SizeFormula, tabulate
 from .schema import Layer, Phase, Provenance, TiedWeight, TimeRow, Trace
 
 _LOSS_OUTPUT_BYTES = 4
@@ -145,12 +145,14 @@ def _formula(
         backward_ns=backward_ns,
         update_cpu_ns=update_ns[Phase.UPDATE_CPU],
         update_gpu_ns=update_ns[Phase.UPDATE_GPU],
-        input_bytes=input_bytes,
-        output_bytes=output_bytes,
-        input_gradient_bytes=input_gradient_bytes,
-        saved_bytes=saved_bytes,
-        workspace_bytes=Line(weight_bytes, output_bytes + input_gradient_bytes),
-        forward_workspace_bytes=Line(0, saved_bytes),
+        sizes=SizeFormula(
+            input_bytes=input_bytes,
+            output_bytes=output_bytes,
+            input_gradient_bytes=input_gradient_bytes,
+            saved_bytes=saved_bytes,
+            workspace_bytes=Line(weight_bytes, output_bytes + input_gradient_bytes),
+            forward_workspace_bytes=Line(0, saved_bytes),
+        ),
     )
 
 
