@@ -70,7 +70,7 @@ class SharedLinks:
         """When the last of a copy's loads will have got as far as ``share``, if no other copy starts or ends; a time
         that is not in the future if it has."""
         with self._changed:
-            return self._due_ns(transit, share)
+            return self._due_ns(transit, share, self._clock_ns())
 
     def end(self, transit: Transit) -> None:
         """Forget a copy that is through; the others may go faster now."""
@@ -94,14 +94,14 @@ class SharedLinks:
     def _wait(self, transit: Transit, share: float) -> None:
         with self._changed:
             while not self._closed:
-                ahead_ns = self._due_ns(transit, share) - self._clock_ns()
+                now = self._clock_ns()
+                ahead_ns = self._due_ns(transit, share, now) - now
                 if ahead_ns <= 0:
                     return
                 self._changed.wait(ahead_ns / NS_PER_S)
             raise Aborted
 
-    def _due_ns(self, transit: Transit, share: float) -> float:
-        now = self._clock_ns()
+    def _due_ns(self, transit: Transit, share: float, now: int) -> float:
         self._fluid.advance(now)
         on_the_way = [flow for flow in transit if flow.number not in self._fluid.finished]
         if not on_the_way:
