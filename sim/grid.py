@@ -36,7 +36,7 @@ _TENSORS = {
 _EMPTY = "."
 LEGEND = (
     "F forward, B backward, U update, R reduce, A all-reduce; copies: w weight, b buffer, dw gradient,\n"
-    "k optimizer state, s stash, x activation, g activation gradient, d data; then layers, .microbatch, >to or <from gpu"
+    "k optimizer state, s stash, x activation, g activation gradient, d data; then layers, .microbatch, >to or <from"
 )
 
 
