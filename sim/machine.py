@@ -168,17 +168,3 @@ class Machine(_Value, frozen=True):
     def with_host_memory(self, memory_bytes: int | None) -> Machine:
         """This machine with its host memory set (None: unlimited)."""
         return msgspec.structs.replace(self, host=msgspec.structs.replace(self.host, memory_bytes=memory_bytes))
-
-    def at_nominal_rates(self) -> Machine:
-        """The machine that the emulator imitates: links at the nominal rates of ``emulation``, without latencies and
-        overheads, which arise by themselves. Raises MachineError if the machine has no such part."""
-        nominal = self.emulation
-        if nominal is None:
-            raise self._fault("it cannot be emulated: it has no [emulation] part; use the machine called emulated")
-        replace = msgspec.structs.replace
-        links = tuple(replace(link, bandwidth=nominal.links[link.name], latency_ns=0) for link in self.links)
-        gpus = tuple(
-            replace(gpu, bandwidth=nominal.gpu_bandwidth, p2p_bandwidth=nominal.p2p_bandwidth, copy_overhead_ns=0)
-            for gpu in self.gpus
-        )
-        return replace(self, links=links, gpus=gpus)

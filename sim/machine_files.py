@@ -149,8 +149,6 @@ _COUNT = _whole_number(1)
 _TEXT = _of_type(str, "text; put it in quotes")
 _FLAG = _of_type(bool, "true or false")
 _PAIR = _Kind(_read_pair, list)
-_TABLE = _of_type(dict, "a table; write it as [name]")
-_LIST = _of_type(list, "a list of tables; write each as [[name]]")
 
 
 # What each table holds ------------------------------------------------------------------------------------------------
@@ -204,9 +202,9 @@ _LISTS = {"links": _LINK_KEYS, "gpus": _GPU_KEYS | {"count": _Key("count", _COUN
 _TOP_KEYS = {
     "name": _Key("name", _TEXT),
     "description": _Key("description", _TEXT),
-    "host": _Key("host", _TABLE, required=True),
-    **{name: _Key(name, _LIST) for name in _LISTS},
-    "emulation": _Key("emulation", _TABLE),
+    "host": _Key("host", _of_type(dict, "a table; write it as [host]"), required=True),
+    **{name: _Key(name, _of_type(list, f"a list of tables; write each as [[{name}]]")) for name in _LISTS},
+    "emulation": _Key("emulation", _of_type(dict, "a table; write it as [emulation]")),
 }
 
 
@@ -282,7 +280,6 @@ def _read_table(table: Mapping[str, object], keys: Mapping[str, _Key], source: s
 def _write_machine(machine: Machine) -> dict[str, Any]:
     gpus = [{"count": len(list(equal))} | _write_table(gpu, _GPU_KEYS) for gpu, equal in groupby(machine.gpus)]
     document: dict[str, Any] = {
-        "name": machine.name,
         "description": machine.description,
         "host": _write_table(machine.host, _HOST_KEYS),
         "links": [_write_table(link, _LINK_KEYS) for link in machine.links],
@@ -291,7 +288,7 @@ def _write_machine(machine: Machine) -> dict[str, Any]:
     }
     if machine.emulation is not None:
         document["emulation"] = _write_table(machine.emulation, _EMULATION_KEYS)
-    return {name: value for name, value in document.items() if value}
+    return {"name": machine.name} | {name: value for name, value in document.items() if value}
 
 
 def _write_table(value: msgspec.Struct, keys: Mapping[str, _Key]) -> dict[str, Any]:
