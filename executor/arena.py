@@ -51,8 +51,8 @@ class Arena:
         self._spans: list[tuple[int, int, int]] = []  # start, stop, id of what is placed, sorted
         self._counted = 0
 
-    def allocate(self, buffer: Buffer) -> None:
-        """Take a buffer's memory. Raises OutOfArena past the cap, or where another buffer lies."""
+    def allocate(self, buffer: Buffer) -> int:
+        """Take a buffer's memory; its bytes. Raises OutOfArena past the cap, or where another buffer lies."""
         with self._lock:
             if buffer.id in self._held:
                 raise OutOfArena(self.gpu, _name(buffer), buffer.bytes, self.cap, "it is allocated already")
@@ -64,9 +64,10 @@ class Arena:
                 self._check_cap(buffer, buffer.offset)
                 self._claim(buffer, buffer.offset)
             self._held[buffer.id] = self._block(buffer)
+        return buffer.bytes
 
-    def free(self, buffer: Buffer) -> None:
-        """Give a buffer's memory back. Raises OutOfArena if it is not held."""
+    def free(self, buffer: Buffer) -> int:
+        """Give a buffer's memory back; its bytes. Raises OutOfArena if it is not held."""
         with self._lock:
             if buffer.id not in self._held:
                 raise OutOfArena(self.gpu, _name(buffer), buffer.bytes, self.cap, "it is freed but not held")
@@ -75,6 +76,7 @@ class Arena:
                 self._counted -= buffer.bytes
             else:
                 self._spans.remove((buffer.offset, buffer.offset + buffer.bytes, buffer.id))
+        return buffer.bytes
 
     def block(self, buffer: Buffer) -> Block:
         """The memory of a buffer that is held. Raises OutOfArena if it is not: nothing reads what is gone."""

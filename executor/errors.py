@@ -62,9 +62,9 @@ class WorkspaceOverrun(HarmonyError):
     def __str__(self) -> str:
         first, last = self.layers
         return (
-            f"layers {first}-{last} on GPU {self.gpu} took {format_bytes(self.used)} ({self.used} B) of temporary memory, "
-            f"the schedule reserves {format_bytes(self.reserved)} ({self.reserved} B); profile the model again with this "
-            "version of torch and this microbatch size"
+            f"layers {first}-{last} on GPU {self.gpu} took {format_bytes(self.used)} ({self.used} B) of temporary "
+            f"memory, the schedule reserves {format_bytes(self.reserved)} ({self.reserved} B); profile the model again "
+            "with this version of torch and this microbatch size"
         )
 
 
