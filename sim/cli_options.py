@@ -11,13 +11,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
-from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, get_type_hints
 
 import typer
 
 from .plan import Pack, Reduce, Residency, UpdateOn, Writeback
 from .plan_choice import PlanChoice
 from .units import parse_bytes
+
+if TYPE_CHECKING:
+    from .machine import Machine
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,30 +69,27 @@ def _size_or_unlimited(text: str) -> float:
     return UNLIMITED if text.strip().lower() == "unlimited" else _size(text)
 
 
-def parse_counts(text: str) -> tuple[int, ...]:
+def counts(text: str) -> tuple[int, ...]:
     """``"1,2,4"`` as numbers, each at least 1."""
-    try:
-        counts = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        counts = ()
-    if not counts or min(counts) < 1:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise typer.BadParameter(f"{text!r} is not a list of microbatch sizes; write for example 1,2,4")
-    return counts
+    return tuple(int(part) for part in parts)
 
 
-def parse_packs(text: str) -> int | tuple[Pack, ...]:
+def packs(text: str) -> int | tuple[Pack, ...]:
     """``"3"`` as a count of packs; ``"0-4,5-9"`` as packs."""
     if text.isdecimal() and int(text) > 0:
         return int(text)
-    packs = []
+    found = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not (first.isdecimal() and (last.isdecimal() or not dash)):
             raise typer.BadParameter(
                 f"{text!r} are not packs; write a count such as 3, or first-last layers such as 0-4,5-9"
             )
-        packs.append((int(first), int(last or first)))
-    return tuple(packs)
+        found.append((int(first), int(last or first)))
+    return tuple(found)
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value on stdout; everything else on stderr.")]
@@ -99,9 +100,20 @@ MachineName = Annotated[
 Extrapolate = Annotated[
     bool, typer.Option("--extrapolate", help="Answer outside the profiled microbatch sizes, along the nearest line.")
 ]
-SampleCount = Annotated[
-    int | None, typer.Option("--minibatch", metavar="D", min=1, help="Samples in a step, all GPUs together.")
+Minibatch = Annotated[int, typer.Option("--minibatch", metavar="D", min=1, help="Samples in a step, in all.")]
+TimelineOutput = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="TL", help="Write the timeline here: .parquet, .csv, or - for CSV."),
 ]
+TimelineFile = Annotated[Path, typer.Argument(metavar="TIMELINE", help="A timeline file, .parquet or .csv.")]
+TimelineFiles = Annotated[list[Path], typer.Argument(metavar="TIMELINE…", help="Timeline files, .parquet or .csv.")]
+Picture = Annotated[Path, typer.Option("-o", "--output", metavar="PNG", help="Picture to write: .png, .svg, .pdf.")]
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A built-in name, hf:CONFIG.json, or module:callable in your own code."),
+]
+
+Device = Annotated[Literal["emulated", "cuda"], typer.Option("--device", help="What plays the machine's GPUs.")]
 
 _WHAT_IF = "Machine, what if"
 _PLAN = "Plan"
@@ -113,7 +125,7 @@ class MachineOverrides:
 
     gpus: Annotated[
         int | None,
-        typer.Option("--gpus", metavar="N", min=1, help="Number of GPUs [default: all].", rich_help_panel=_WHAT_IF),
+        typer.Option("--gpus", metavar="N", min=1, help="Number of GPUs; default all", rich_help_panel=_WHAT_IF),
     ] = None
     gpu_memory: Annotated[
         int | None,
@@ -136,6 +148,16 @@ class MachineOverrides:
         ),
     ] = None
 
+    def applied_to(self, machine: Machine) -> Machine:
+        """The machine with these changes."""
+        if self.gpus is not None:
+            machine = machine.with_gpus(self.gpus)
+        if self.gpu_memory is not None:
+            machine = machine.with_usable_memory(self.gpu_memory)
+        if self.host_memory is not None:
+            machine = machine.with_host_memory(None if self.host_memory == UNLIMITED else int(self.host_memory))
+        return machine
+
 
 def _choice(flag: str, help_text: str, **more: Any) -> Any:
     return typer.Option(flag, help=help_text, rich_help_panel=_PLAN, **more)
@@ -145,41 +167,45 @@ def _choice(flag: str, help_text: str, **more: Any) -> Any:
 class PlanOptions:
     """One option per field of a plan but its policy and minibatch; None leaves it open."""
 
-    u_fwd: Annotated[int | None, _choice("--u-fwd", "Forward microbatch size [default: --u-bwd, or 1].", min=1)] = None
-    u_bwd: Annotated[int | None, _choice("--u-bwd", "Backward microbatch size [default: --u-fwd].", min=1)] = None
+    u_fwd: Annotated[int | None, _choice("--u-fwd", "Forward microbatch size; default --u-bwd, or 1", min=1)] = None
+    u_bwd: Annotated[int | None, _choice("--u-bwd", "Backward microbatch size; default --u-fwd", min=1)] = None
     packs_fwd: Annotated[
         Any,
         _choice(
             "--packs-fwd",
-            "Forward packs: a count, balanced by time, or layers 0-4,5-9 [default: as few as fit].",
+            "Forward packs: a count, balanced by time, or layers 0-4,5-9; default as few as fit",
             metavar="PACKS",
-            parser=parse_packs,
+            parser=packs,
         ),
     ] = None
     packs_bwd: Annotated[
         Any,
         _choice(
             "--packs-bwd",
-            "Backward packs, the last one fused with its forward [default: as few as fit].",
+            "Backward packs, the last one fused with its forward; default as few as fit",
             metavar="PACKS",
-            parser=parse_packs,
+            parser=packs,
         ),
     ] = None
-    update: Annotated[UpdateOn | None, _choice("--update", "Where the optimizer runs [default: cpu].")] = None
-    reduce: Annotated[Reduce | None, _choice("--reduce", "How harmony-dp adds gradients [default: ring].")] = None
+    update: Annotated[UpdateOn | None, _choice("--update", "Where the optimizer runs; default cpu")] = None
+    reduce: Annotated[Reduce | None, _choice("--reduce", "How harmony-dp adds gradients; default ring")] = None
     slots: Annotated[
-        int | None, _choice("--slots", "Boundary buffers a harmony-pp GPU receives into [default: enough].", min=1)
+        int | None, _choice("--slots", "Boundary buffers a harmony-pp GPU receives into; default enough", min=1)
     ] = None
     prefetch: Annotated[
         bool | None,
-        _choice("--prefetch/--no-prefetch", "Bring the next weights and inputs in early [default: prefetch]."),
+        _choice("--prefetch/--no-prefetch", "Bring the next weights and inputs in early; default prefetch"),
     ] = None
     residency: Annotated[
-        Residency | None, _choice("--residency", "What dp-swap keeps on the GPU between tasks [default: lru].")
+        Residency | None, _choice("--residency", "What dp-swap keeps on the GPU between tasks; default lru")
     ] = None
     writeback: Annotated[
-        Writeback | None, _choice("--writeback", "Whether dp-swap writes unchanged tensors back [default: always].")
+        Writeback | None, _choice("--writeback", "Whether dp-swap writes unchanged tensors back; default always")
     ] = None
+
+    def given(self) -> list[str]:
+        """The options that were given."""
+        return [f"--{name.replace('_', '-')}" for name in self.choice().fixed()]
 
     def choice(self) -> PlanChoice:
         """The options as what is fixed of a plan."""

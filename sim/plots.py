@@ -19,6 +19,12 @@ from .tables import device_name
 from .timeline import Timeline
 from .units import format_bytes
 
+_SHORT = 0.004
+"""Share of the step below which a bar is too short for a visible edge."""
+
+_HEADROOM = 1.15
+"""Height of the axes over what they hold, to leave room for writing."""
+
 _DIRECTIONS = {"swap_in_bytes": "in", "swap_out_bytes": "out"}
 
 
@@ -38,7 +44,10 @@ def plot_lanes(timeline: Timeline, ax: Axes | None = None) -> Axes:
         bar = ((span.start_ns - begin) / scale, (span.end_ns - span.start_ns) / scale)
         bars.setdefault((span.kind, places[span.gpu, span.lane]), []).append(bar)
     for (kind, place), pieces in bars.items():
-        ax.broken_barh(pieces, (place - 0.4, 0.8), facecolors=TASK_COLOURS[kind], edgecolor="white", linewidth=0.2)
+        colour = TASK_COLOURS[kind]
+        # White edges tell neighbours apart; bars too short for them get their own colour, so that they are seen at all.
+        edges = ["white" if width > _SHORT * length / scale else colour for _, width in pieces]
+        ax.broken_barh(pieces, (place - 0.4, 0.8), facecolors=colour, edgecolors=edges, linewidths=0.3)
 
     ax.set_yticks(range(len(lanes)), [lane_name(gpu, lane) for _, gpu, lane in lanes])
     ax.set_ylim(-0.6, len(lanes) - 0.4)
@@ -54,7 +63,8 @@ def plot_swap_bytes(timelines: Mapping[str, Timeline], ax: Axes | None = None) -
     """Bytes copied between host and GPUs in a step: for each label one bar in and one out, stacked by tensor kind."""
     ax = ax or _new_axes(width=2.5 + 1.6 * len(timelines), height=4.5)
     summaries = {label: timeline.summary() for label, timeline in timelines.items()}
-    scale, unit = _memory_unit(max(sum(s[key].values()) for s in summaries.values() for key in _DIRECTIONS))
+    largest = max(sum(summary[key].values()) for summary in summaries.values() for key in _DIRECTIONS)
+    scale, unit = _memory_unit(largest)
     used: set[TensorKind] = set()
     for group, summary in enumerate(summaries.values()):
         for side, (key, direction) in zip((-0.21, 0.21), _DIRECTIONS.items(), strict=True):
@@ -67,8 +77,7 @@ def plot_swap_bytes(timelines: Mapping[str, Timeline], ax: Axes | None = None) -
                     bottom += height
             ax.annotate(f"{direction}\n{bottom:.3g}", (group + side, bottom), ha="center", va="bottom")
     ax.set_xticks(range(len(summaries)), list(summaries))
-    ax.margins(y=0.15)
-    ax.set_ylim(bottom=0)
+    ax.set_ylim(0, _HEADROOM * largest / scale or 1)
     ax.set_ylabel(f"swapped in a step, all GPUs ({unit})")
     _legend(ax, {kind.value: TENSOR_COLOURS[kind] for kind in TensorKind if kind in used})
     return ax
@@ -83,8 +92,8 @@ def plot_memory(timeline: Timeline, gpu: int | None = 0, ax: Axes | None = None)
     begin, end = int(rows["start_ns"].min()), int(rows["end_ns"].max())
     held = held_bytes(timeline, gpu, step)
     time_scale, time_unit = _time_unit(end - begin)
-    total = held.sum(axis=1)
-    scale, unit = _memory_unit(total.max() if len(total) else 0)
+    highest = float(held.sum(axis=1).max()) if len(held) else 0.0
+    scale, unit = _memory_unit(highest)
 
     kinds = [TensorKind(name) for name in held.columns]
     if kinds:
@@ -92,17 +101,18 @@ def plot_memory(timeline: Timeline, gpu: int | None = 0, ax: Axes | None = None)
         levels = [[*(held[kind.value] / scale), held[kind.value].iloc[-1] / scale] for kind in kinds]
         ax.stackplot(times, levels, colors=[TENSOR_COLOURS[kind] for kind in kinds], step="post", linewidth=0)
     ax.set_xlim(0, (end - begin) / time_scale)
-    ax.set_ylim(bottom=0)
-    ax.margins(y=0.12)
     ax.set_xlabel(f"time since the step began ({time_unit})")
     ax.set_ylabel(f"held by {device_name(gpu)} ({unit})")
     title = _title(timeline)
     if gpu is not None:
         peak, cap = timeline.info.gpu_planned_peak_bytes[gpu], timeline.info.gpu_cap_bytes[gpu]
         _limit(ax, peak / scale, "planned peak", "--")
+        highest = max(highest, peak)
         if cap <= 1.5 * peak:  # farther away it would leave no room for the rest
             _limit(ax, cap / scale, "cap", "-")
+            highest = max(highest, cap)
         title += f"; planned peak {format_bytes(peak)} of {format_bytes(cap)}"
+    ax.set_ylim(0, _HEADROOM * highest / scale or 1)
     ax.set_title(title, loc="left")
     _legend(ax, {kind.value: TENSOR_COLOURS[kind] for kind in kinds})
     return ax

@@ -17,7 +17,7 @@ PACKAGES = ("traces", "sim", "executor")
 HEAVY = ("torch", "transformers", "pandas", "pyarrow", "numpy", "simpy", "matplotlib")
 
 # The one place of `sim` that may know the executor (and only when a command that needs it is called) ...
-COMMAND_LINE = frozenset({"sim/cli.py"})
+COMMAND_LINE = frozenset({"sim/cli_runs.py"})
 # ... and the places of the executor that may use the simulator's engine and search.
 USES_ENGINE = frozenset({"executor/commands.py", "executor/demo.py"})
 
