@@ -6,7 +6,7 @@ from fractions import Fraction
 from itertools import combinations_with_replacement
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -56,6 +56,7 @@ def _two_layers(forward: dict[int, tuple[int, int]]) -> Trace:
     )
 
 
+@settings(max_examples=50)
 @given(trace=traces())
 def test_answers_at_profiled_sizes_are_the_rows(trace: Trace) -> None:
     costs = Costs(trace)
@@ -79,6 +80,7 @@ def test_answers_at_profiled_sizes_are_the_rows(trace: Trace) -> None:
         assert costs.label_bytes(size.microbatch) == trace.label_bytes_per_sample * size.microbatch
 
 
+@settings(max_examples=50)
 @given(trace=traces(), u=st.integers(1, 60))
 def test_runs_of_layers_equal_brute_force(trace: Trace, u: int) -> None:
     costs = Costs(trace, extrapolate=True)
@@ -98,6 +100,7 @@ def test_runs_of_layers_equal_brute_force(trace: Trace, u: int) -> None:
         assert costs.forward_workspace_bytes(first, last, u) == expected
 
 
+@settings(max_examples=50)
 @given(trace=traces())
 def test_backward_peak_is_what_is_saved_so_far_plus_the_layers_own_workspace(trace: Trace) -> None:
     costs = Costs(trace)
@@ -111,6 +114,7 @@ def test_backward_peak_is_what_is_saved_so_far_plus_the_layers_own_workspace(tra
             assert costs.backward_workspace_bytes(first, last, u) == expected
 
 
+@settings(max_examples=50)
 @given(trace=traces(), u=st.integers(1, 60))
 def test_between_profiled_sizes_each_layer_is_on_the_line(trace: Trace, u: int) -> None:
     costs = Costs(trace)
@@ -156,8 +160,8 @@ def test_sizes_outside_the_profile_are_refused_with_the_way_out() -> None:
 
 
 def test_extrapolation_follows_the_two_nearest_sizes_and_stays_above_zero() -> None:
-    costs = Costs(_two_layers({2: (10, 20), 4: (30, 20), 8: (40, 60)}), extrapolate=True)
-    assert [costs.forward_ns(0, 0, u) for u in (1, 10, 12)] == [0, 45, 50]
+    costs = Costs(_two_layers({2: (10, 20), 4: (40, 20), 8: (50, 60)}), extrapolate=True)
+    assert [costs.forward_ns(0, 0, u) for u in (1, 10, 12)] == [0, 55, 60]
     assert [costs.forward_ns(1, 1, u) for u in (1, 10, 12)] == [20, 80, 100]
     assert costs.provenance(0, Phase.FORWARD, 10) is Provenance.EXTRAPOLATED
     with pytest.raises(TraceError, match="size 0"):
@@ -244,6 +248,13 @@ def test_where_numbers_come_from_is_counted_once_per_layer_and_size() -> None:
     assert costs.pack_provenance(0, 0, Phase.FORWARD, 1) is Provenance.MEASURED
     assert costs.pack_provenance(0, 3, Phase.FORWARD, 1) is Provenance.MODELLED
     assert costs.pack_provenance(0, 3, Phase.FORWARD, 2) is Provenance.INTERPOLATED
+
+
+def test_rows_that_say_a_layer_has_no_update_do_not_count() -> None:
+    trace = uniform_trace(4)
+    nothing = TimeRow(layer=3, phase=Phase.UPDATE_CPU, microbatch=0, duration_ns=0)
+    costs = Costs(replace(trace, times=(*trace.times, nothing)))
+    assert costs.tally([(Phase.UPDATE_CPU, 0)]) == {Provenance.MODELLED: 3}
 
 
 def test_worst_prefers_the_least_certain() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from msgspec.structs import replace
 
 from tests.strategies import traces
@@ -39,6 +39,7 @@ def _refusal(path: Path, data: str | bytes) -> str:
     return message.removeprefix(f"{path}: ")
 
 
+@settings(max_examples=50)
 @given(trace=traces())
 def test_what_is_saved_is_loaded(trace: Trace, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "any.json"
