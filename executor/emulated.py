@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -152,6 +153,7 @@ class EmulatedQueue:
     def __init__(self, devices: EmulatedDevices, lane: LaneKey) -> None:
         self._devices = devices
         self._gpu, self._lane = lane
+        self._ways: dict[int | None, _Way] = {}  # by peer
 
     def wait(self, mark: Mark) -> None:
         """Whoever set the mark has done the work before it."""
@@ -166,12 +168,11 @@ class EmulatedQueue:
 
     def swap(self, copies: Sequence[Copy]) -> None:
         """Copy at the rate of the lane's direction."""
-        gpu, fabric = self._own_gpu(), self._devices.fabric
-        self._carry(fabric.swap_in(gpu) if self._lane is Lane.SWAP_IN else fabric.swap_out(gpu), copies)
+        self._carry(copies, None)
 
     def send(self, copies: Sequence[Copy], peer: int) -> None:
         """Copy at the rate of the way to the peer."""
-        self._carry(self._devices.fabric.p2p(self._own_gpu(), peer), copies)
+        self._carry(copies, peer)
 
     def all_reduce(self, shares: Sequence[Tensor]) -> None:
         """Add piece by piece, as fast as a ring of these GPUs would."""
@@ -179,27 +180,43 @@ class EmulatedQueue:
         loads = [Load(route, ring_edge_bytes(shares[0].nbytes, len(shares))) for route in routes]
         self._devices.links.carry(loads, _add_up(shares))
 
-    def _own_gpu(self) -> int:
-        assert self._gpu is not None
-        return self._gpu
-
-    def _carry(self, route: Route, copies: Sequence[Copy]) -> None:
+    def _carry(self, copies: Sequence[Copy], peer: int | None) -> None:
+        way = self._ways.get(peer)
+        if way is None:
+            way = self._ways[peer] = self._find_way(peer)
         total = sum([copy.target.nbytes for copy in copies])
-        piece_bytes = max(PIECE_BYTES, round(self._devices.fabric.uncontended_rate(route) * PIECE_S))
-        self._devices.links.carry([Load(route, total)], _copy_pieces(copies, total, piece_bytes))
+        self._devices.links.carry([Load(way.route, total)], _copy_pieces(copies, total, way.piece_bytes))
+
+    def _find_way(self, peer: int | None) -> _Way:
+        fabric, gpu = self._devices.fabric, self._gpu
+        assert gpu is not None
+        if peer is not None:
+            route = fabric.p2p(gpu, peer)
+        else:
+            route = fabric.swap_in(gpu) if self._lane is Lane.SWAP_IN else fabric.swap_out(gpu)
+        return _Way(route, max(PIECE_BYTES, round(fabric.uncontended_rate(route) * PIECE_S)))
+
+
+class _Way(NamedTuple):
+    """Where a queue's copies go, and in pieces of how many bytes."""
+
+    route: Route
+    piece_bytes: int
 
 
 def _copy_pieces(copies: Sequence[Copy], total: int, piece_bytes: int) -> Iterator[float]:
-    """Copy, and yield the share that is done each time another piece is."""
-    done = 0
-    reported = 0
+    """Copy, and yield the share that is done after every ``piece_bytes``."""
+    done = due = 0
     for target, source in copies:
-        for start in range(0, len(target), piece_bytes):
-            part = target[start : start + piece_bytes]
-            part.copy_(source[start : start + piece_bytes])
-            done += len(part)
-            if done - reported >= piece_bytes:
-                reported = done
+        size = target.nbytes
+        for start in range(0, size, piece_bytes):
+            if size <= piece_bytes:
+                target.copy_(source)
+            else:
+                target[start : start + piece_bytes].copy_(source[start : start + piece_bytes])
+            done += min(piece_bytes, size - start)
+            if piece_bytes <= done - due < total - due:
+                due = done
                 yield done / total
 
 

@@ -53,9 +53,11 @@ class SharedLinks:
         """
         transit = self.start(loads)
         for share in work:
-            self._wait(transit, share)
-        self._wait(transit, 1.0)
-        self.end(transit)
+            with self._changed:
+                self._wait(transit, share)
+        with self._changed:
+            self._wait(transit, 1.0)
+            self._end(transit)
 
     def start(self, loads: Sequence[Load]) -> Transit:
         """Put loads on the links, from now on."""
@@ -75,9 +77,7 @@ class SharedLinks:
     def end(self, transit: Transit) -> None:
         """Forget a copy that is through; the others may go faster now."""
         with self._changed:
-            for flow in transit:
-                self._fluid.finished.pop(flow.number)
-            self._changed.notify_all()
+            self._end(transit)
 
     def close(self) -> None:
         """Let every copy under way raise Aborted, and every later one too, until :meth:`reopen`."""
@@ -92,14 +92,18 @@ class SharedLinks:
             self._fluid = self._fabric.fluid()
 
     def _wait(self, transit: Transit, share: float) -> None:
-        with self._changed:
-            while not self._closed:
-                now = self._clock_ns()
-                ahead_ns = self._due_ns(transit, share, now) - now
-                if ahead_ns <= 0:
-                    return
-                self._changed.wait(ahead_ns / NS_PER_S)
-            raise Aborted
+        while not self._closed:
+            now = self._clock_ns()
+            ahead_ns = self._due_ns(transit, share, now) - now
+            if ahead_ns <= 0:
+                return
+            self._changed.wait(ahead_ns / NS_PER_S)
+        raise Aborted
+
+    def _end(self, transit: Transit) -> None:
+        for flow in transit:
+            self._fluid.finished.pop(flow.number)
+        self._changed.notify_all()
 
     def _due_ns(self, transit: Transit, share: float, now: int) -> float:
         self._fluid.advance(now)

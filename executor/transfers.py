@@ -101,8 +101,8 @@ class Transfers:
         for layer in range(run[0], run[1] + 1):
             ends = home.read(buffer.kind, layer) if task.kind is TaskKind.SWAP_IN else home.write(buffer.kind, layer)
             for piece in ends:
-                yield own[at : at + len(piece)], piece
-                at += len(piece)
+                yield own[at : at + piece.nbytes], piece
+                at += piece.nbytes
 
     def _bytes(self, number: int) -> Tensor:
         return self._places.block(number).bytes
@@ -117,7 +117,9 @@ def _overlap(a: Buffer, a_bytes: Tensor, b: Buffer, b_bytes: Tensor) -> Iterator
 
 def _cut(buffer: Buffer, block: Tensor, samples: Interval) -> Tensor:
     first, stop = _samples(buffer)
-    per_sample = len(block) // (stop - first)
+    if samples == (first, stop):
+        return block
+    per_sample = buffer.bytes // (stop - first)
     return block[(samples[0] - first) * per_sample : (samples[1] - first) * per_sample]
 
 
