@@ -77,6 +77,8 @@ def run_step(schedule: Schedule, demands: Demands) -> StepTimes:
 
 
 def _check(schedule: Schedule, trace: Trace, machine: Machine) -> None:
+    if not schedule.tasks:
+        raise ScheduleError(("it has no tasks",))
     if schedule.model != trace.model or schedule.layers != len(trace.layers):
         raise ScheduleError(
             (

@@ -15,6 +15,8 @@ from typing import Any, Literal
 import msgspec
 import pandas as pd
 
+from traces.errors import HarmonyError
+
 from . import metrics
 from .errors import TimelineError
 from .plan import Plan
@@ -136,10 +138,8 @@ def load_timeline(path: str | Path) -> Timeline:
     """Read a timeline file. Raises TimelineError that says what is wrong with it and where."""
     tables = read_tables(path)
     try:
-        info = msgspec.json.decode(tables.info, type=TimelineInfo)
+        return Timeline(msgspec.json.decode(tables.info, type=TimelineInfo), tables.tasks, tables.memory)
     except msgspec.DecodeError as error:
         raise TimelineError(f"{path}: the header's info is wrong: {error}") from None
-    try:
-        return Timeline(info, tables.tasks, tables.memory)
-    except TimelineError as error:
+    except HarmonyError as error:  # of the plan, the info, or the tables
         raise TimelineError(f"{path}: {error}") from None

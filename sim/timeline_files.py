@@ -122,6 +122,8 @@ def _from_csv(data: bytes, source: str) -> Tables:
     except (ValueError, UnicodeDecodeError) as error:  # pandas' parser and empty-data errors are ValueErrors
         raise TimelineError(f"{source}: the task table is no CSV: {error}") from None
     check_columns(cells.columns, TASK_COLUMNS, f"{source}: task table")
+    if not isinstance(cells.index, pd.RangeIndex):  # what pandas makes of surplus cells in the first row
+        raise TimelineError(f"{source}: the task table is no CSV: rows have more cells than there are columns")
     return _tables(first.removeprefix(_COMMENT.encode()), {name: cells[name] for name in TASK_COLUMNS}, source)
 
 

@@ -87,7 +87,10 @@ def memory_table(schedule: Schedule, steps: Sequence[StepTimes]) -> pd.DataFrame
 
 
 def frame(columns: Mapping[str, Any], types: Mapping[str, str]) -> pd.DataFrame:
-    """A frame with just these columns, in their order and types."""
+    """A frame with just these columns, in their order and types. Raises ValueError if their lengths differ."""
+    lengths = {name: len(columns[name]) for name in types}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(f"columns of one table have different lengths: {lengths}")
     return pd.DataFrame({name: pd.Series(columns[name], dtype=dtype) for name, dtype in types.items()})
 
 
@@ -102,10 +105,10 @@ def check_tables(tasks: pd.DataFrame, memory: pd.DataFrame, steps: int, source: 
         raise TimelineError(f"{source}: has steps {found}, but its header says {steps}; they must be 0 … {steps - 1}")
     early = tasks.index[tasks["end_ns"] < tasks["start_ns"]]
     if len(early):
-        row = tasks.loc[early[0]]
+        step, task, start, end = (int(tasks.at[early[0], name]) for name in ("step", "task", "start_ns", "end_ns"))
         raise TimelineError(
-            f"{source}: step {row['step']}, task {row['task']} ends at {row['end_ns']} ns, "
-            f"before its start at {row['start_ns']} ns ({len(early)} such row(s))"
+            f"{source}: step {step}, task {task} ends at {end} ns, before its start at {start} ns "
+            f"({len(early)} such row(s))"
         )
 
 

@@ -1,9 +1,10 @@
-"""Does a schedule hold together? Every fault is found and named; the memory's are in ``validate_memory.py``.
+"""Does a schedule hold together? Every fault is found and named.
 
 1. Numbers: ids are places in the tables, and dependencies point to earlier tasks. Without that there is no order.
 2. Places: devices and lanes exist and go with the kinds of tasks; layers and samples are within the model's.
 3. Work: every sample passes every layer forward once and then backward once; every layer is updated once.
-4. Memory: every buffer is there when it is used, whatever the timing, and peaks are what the plan says.
+4. Memory: every buffer is there when it is used, whatever the timing, and peaks are what the plan says. Nothing in the
+   host store is read while it is written.
 5. With a trace: bytes are what the trace says.
 """
 
@@ -19,6 +20,7 @@ from .errors import ScheduleError
 from .happens_before import HappensBefore
 from .schedule import Lane, Schedule, Task, TaskKind
 from .validate_bytes import byte_faults
+from .validate_home import home_faults
 from .validate_memory import memory_faults
 from .validate_work import order_faults, pass_faults, update_faults
 
@@ -40,6 +42,7 @@ def validate(schedule: Schedule, trace: Trace | None = None) -> None:
     if not places and not numbers:
         surely = HappensBefore(schedule)
         faults = chain(faults, order_faults(schedule, surely, costs), memory_faults(schedule, surely))
+        faults = chain(faults, home_faults(schedule, surely, costs))
         if costs is not None:
             faults = chain(faults, byte_faults(schedule, costs))
     found = tuple(faults)
