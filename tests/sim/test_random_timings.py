@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-
 from random_plans import random_case
+
 from sim.build import build
 from sim.schedule import Schedule
 
