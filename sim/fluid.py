@@ -26,14 +26,9 @@ _SLACK_NS = 1e-3  # flows that end this close end together: far below a tick, fa
 _REMEMBERED = 1 << 16  # sets of flows in flight whose rates are kept
 
 
-def _slack(time_ns: float) -> float:
-    """How far from ``time_ns`` an end still counts as being at it: :data:`_SLACK_NS`, or what a float resolves."""
-    return max(_SLACK_NS, 8 * math.ulp(time_ns))
-
-
 def whole_ns(time_ns: float) -> int:
     """The first whole nanosecond at which :meth:`Fluid.advance` reports a flow that ends at ``time_ns``."""
-    return math.ceil(time_ns - _slack(time_ns))
+    return math.ceil(time_ns - _SLACK_NS)
 
 
 class FlowClass(NamedTuple):
@@ -63,8 +58,6 @@ def max_min_rates(
     rates: dict[int, float] = {}
     level = 0.0
     while len(rates) < len(counts):
-        while capped and capped[-1] in rates:
-            capped.pop()
         full_at = [(room[resource] / times, resource) for resource, times in load.items()]
         lowest = min([*full_at, (classes[capped[-1]].cap, -1)] if capped else full_at)[0]
         level = max(level, lowest)  # levels never fall, but for rounding
@@ -149,7 +142,7 @@ class Fluid:
     def advance(self, now_ns: float) -> None:
         """Let time pass until ``now_ns``; flows that end by then move to ``finished``, in the order of their ends."""
         self._set_rates()
-        while self._next_end <= now_ns + _slack(now_ns):
+        while self._next_end <= now_ns + _SLACK_NS:
             self._now = max(self._now, self._next_end)
             self._end_flows()
             self._set_rates()
@@ -160,7 +153,7 @@ class Fluid:
         if not self._flows:
             return None
         self._set_rates()
-        latest = self._next_end + _slack(self._next_end)
+        latest = self._next_end + _SLACK_NS
         return self._next_end, next(name for name, flow in self._flows.items() if flow.ends_ns <= latest)
 
     def progress(self, flow: Hashable) -> float:
@@ -203,7 +196,7 @@ class Fluid:
 
     def _end_flows(self) -> None:
         """Move the flows that end now to ``finished``."""
-        latest = self._now + _slack(self._now)
+        latest = self._now + _SLACK_NS
         for name in [name for name, flow in self._flows.items() if flow.ends_ns <= latest]:
             kind = self._flows.pop(name).kind
             self._counts[kind] -= 1

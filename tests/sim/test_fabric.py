@@ -128,6 +128,10 @@ class TestTimes:
         assert fabric.uncontended_ns(fabric.swap_in(0), 5001) == 1130 + 501
         assert fabric.uncontended_ns(fabric.swap_in(0), 0) == 1130
 
+    def test_a_copys_own_cap_counts_if_it_is_the_narrowest(self) -> None:
+        fabric = Fabric(make_machine([make_gpu(p2p_bandwidth=4 * GB_S), make_gpu()]))
+        assert fabric.uncontended_ns(fabric.p2p(1, 0), 400) == 100
+
     def test_a_resource_used_twice_gives_half(self) -> None:
         host = Host(memory_bytes=None, dram_bandwidth=12 * GB_S, cores=1)
         fabric = Fabric(make_machine([make_gpu(p2p=False)] * 2, host=host))

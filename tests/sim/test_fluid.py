@@ -156,6 +156,18 @@ class TestEnds:
         finished = ends(flows)
         assert finished["a"] == finished["b"]
 
+    def test_flows_that_should_end_together_do_in_spite_of_rounding(self) -> None:
+        starts = [number * 1000 / 7 for number in range(7)]
+        flows = make_fluid(1.1)
+        for number, start in enumerate(starts):  # what is left to send from here until 2000 ns, shared as it will be
+            shares = [
+                (then - since) / alive for alive, (since, then) in enumerate(pairwise([*starts, 2000.0]), start=1)
+            ]
+            flows.start(start, number, [0], 1.1 * math.fsum(shares[number:]))
+        finished = ends(flows)
+        assert finished[0] == pytest.approx(2000, abs=1e-6)
+        assert set(finished.values()) == {finished[0]}
+
     def test_the_first_started_of_several_is_named_next(self) -> None:
         flows = make_fluid(3)
         for name in "bac":
