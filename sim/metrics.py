@@ -11,7 +11,6 @@ import msgspec
 import pandas as pd
 
 from .errors import TimelineError
-from .replay import MemoryChange, peak_bytes
 from .schedule import Lane, TaskKind, TensorKind
 from .timeline_table import HOST
 from .units import NS_PER_S
@@ -100,7 +99,7 @@ def observed_peak_bytes(timeline: Timeline) -> list[int]:
 
 def observed_host_peak_bytes(timeline: Timeline) -> int:
     """The most bytes that the host really held at once, its store included, over all steps."""
-    return timeline.info.host_store_bytes + _observed_peaks(timeline).get(None, 0)
+    return timeline.info.host_store_bytes + _observed_peaks(timeline).get(HOST, 0)
 
 
 def summary(timeline: Timeline) -> dict[str, Any]:
@@ -174,14 +173,9 @@ def _total(copied: pd.DataFrame, kind: TaskKind) -> int:
     return int(copied.loc[copied["kind"] == kind.value, "bytes"].sum())
 
 
-def _observed_peaks(timeline: Timeline) -> dict[int | None, int]:
-    peaks: dict[int | None, int] = {}
-    for _, rows in timeline.memory.groupby("step"):
-        columns = (rows[name].tolist() for name in ("time_ns", "gpu", "tensor_kind", "delta_bytes"))
-        changes = [
-            MemoryChange(time, None if gpu == HOST else gpu, TensorKind(kind), delta)
-            for time, gpu, kind, delta in sorted(zip(*columns, strict=True))
-        ]
-        for gpu, peak in peak_bytes(changes).items():
-            peaks[gpu] = max(peaks.get(gpu, 0), peak)
-    return peaks
+def _observed_peaks(timeline: Timeline) -> dict[int, int]:
+    """The most bytes held at once, by GPU (:data:`HOST`: the host's buffers), as :func:`sim.replay.peak_bytes` does."""
+    moments = timeline.memory.groupby(["gpu", "step", "time_ns"])["delta_bytes"].sum()
+    held = moments.groupby(["gpu", "step"]).cumsum()
+    peaks = held.groupby("gpu").max().reset_index()
+    return dict(zip(peaks["gpu"].tolist(), peaks["delta_bytes"].tolist(), strict=True))

@@ -105,7 +105,7 @@ def check_tables(tasks: pd.DataFrame, memory: pd.DataFrame, steps: int, source: 
         raise TimelineError(f"{source}: has steps {found}, but its header says {steps}; they must be 0 … {steps - 1}")
     early = tasks.index[tasks["end_ns"] < tasks["start_ns"]]
     if len(early):
-        step, task, start, end = (int(tasks.at[early[0], name]) for name in ("step", "task", "start_ns", "end_ns"))
+        step, task, start, end = tasks.loc[early[:1], ["step", "task", "start_ns", "end_ns"]].to_numpy().tolist()[0]
         raise TimelineError(
             f"{source}: step {step}, task {task} ends at {end} ns, before its start at {start} ns "
             f"({len(early)} such row(s))"
