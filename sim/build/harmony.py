@@ -1,10 +1,13 @@
 """Builds the schedule of a Harmony plan: place → order → transfers → memory.
 
-The memory pass may find no room. Then the group at whose side it ran out gets less prefetching, and the transfer and
-memory passes run again: double buffering happens as memory allows, and a plan fails only if it fails without.
+The memory pass may find no room. Then the group at whose side it ran out (or one before it) gets less prefetching, and
+the transfer and memory passes run again: double buffering happens as memory allows, and a plan fails only if it fails
+without.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from traces.costs import Costs
 
@@ -33,9 +36,8 @@ def build_harmony(plan: HarmonyPlan, costs: Costs, machine: Machine) -> Schedule
             offsets, peaks = place(draft, caps)
             break
         except GroupDoesNotFit as refusal:
-            if refusal.group is None or ahead[refusal.group] is Ahead.NOTHING:
+            if not _relax(ahead, groups, refusal):
                 raise
-            ahead[refusal.group] = Ahead(ahead[refusal.group] - 1)
     store = store_bytes(costs, plan.minibatch, copies=1)
     memory = MemoryPlan(
         gpu_peak_bytes=peaks,
@@ -48,6 +50,19 @@ def build_harmony(plan: HarmonyPlan, costs: Costs, machine: Machine) -> Schedule
         what = f"model state ({store} B), data and stash"
         raise DoesNotFit(None, (0, costs.layer_count - 1), what, memory.host_peak_bytes, memory.host_cap_bytes)
     return finish(draft, model=costs.trace.model, plan=plan, layers=costs.layer_count, memory=memory, offsets=offsets)
+
+
+def _relax(ahead: dict[int, Ahead], groups: Sequence[Group], refusal: GroupDoesNotFit) -> bool:
+    """Prefetch less in the group that found no room or, if it has given up all, in the one before it on that GPU.
+
+    False if no group up to there prefetches anything.
+    """
+    for group in reversed(groups):
+        at_fault = refusal.group is not None and group.gpu == refusal.gpu and group.index <= refusal.group
+        if at_fault and ahead[group.index] is not Ahead.NOTHING:
+            ahead[group.index] = Ahead(ahead[group.index] - 1)
+            return True
+    return False
 
 
 def _first_guess(plan: HarmonyPlan, costs: Costs, groups: list[Group], caps: tuple[int, ...]) -> dict[int, Ahead]:

@@ -1,7 +1,11 @@
 """Memory pass: where every buffer lies, and which frees each allocation has to wait for.
 
-GPU buffers of Harmony plans are *placed*: an allocation takes the lowest hole that fits at its point of the total
-order, and waits for the tasks that freed that hole. So no timing can exceed the plan, and nothing can deadlock.
+GPU buffers of Harmony plans are *placed*: at its point of the total order an allocation takes the first hole that
+fits, and waits for the tasks that freed that hole. So no timing can exceed the plan, and nothing can deadlock. What
+lives for a whole group (weights, gradients, state) is placed from the bottom of the arena, what lives for a microbatch
+from its top: mixed, the small and short-lived would leave no hole for the next weights::
+
+    0  │ weights │ gradient │ next weights →      …      ← input │ output │ workspace │ cap
 
 A hole that was freed only just now, on another lane, would make the allocating task wait for its neighbour and undo
 double buffering. Such holes are taken only when no other fits; double buffering thus happens as memory allows.
@@ -16,11 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import DoesNotFit
-from ..schedule import Lane, LaneKey, TaskKind
+from ..schedule import Lane, LaneKey, TaskKind, TensorKind
 from .draft import Draft, Entry
 
 ALIGNMENT = 256
 """Offsets are multiples of this many bytes, so that tensors of any dtype can lie there."""
+
+_LASTING = frozenset({TensorKind.WEIGHT, TensorKind.BUFFER, TensorKind.GRADIENT, TensorKind.OPTIMIZER_STATE})
 
 
 class GroupDoesNotFit(DoesNotFit):
@@ -46,44 +52,58 @@ class Arena:
     """
 
     def __init__(self, cap: int) -> None:
-        self.cap = cap
-        self.peak = 0
-        self._holes = [_Hole(0, cap, -1)]
+        self._holes = [_Hole(0, cap // ALIGNMENT * ALIGNMENT, -1)]
 
-    def allocate(self, size: int, avoid_from: int) -> tuple[int, list[int]] | None:
-        """The lowest offset with ``size`` free bytes and the entries that freed them; None if there is none.
+    def allocate(self, size: int, *, avoid_from: int, at_top: bool = False) -> tuple[int, list[int]] | None:
+        """The lowest (``at_top``: highest) ``size`` free bytes: their offset, and the entries that freed them.
 
-        Holes freed by entry ``avoid_from`` or later are used only if nothing else fits.
+        Holes freed by entry ``avoid_from`` or later are used only if nothing else fits; None if nothing fits at all.
         """
-        needed = -(-size // ALIGNMENT) * ALIGNMENT
-        return self._take(needed, avoid_from) or self._take(needed, None)
+        needed = _aligned(size)
+        return self._take(needed, at_top, avoid_from) or self._take(needed, at_top, None)
 
     def free(self, offset: int, size: int, freer: int) -> None:
         """Give back an allocation, from entry ``freer`` on."""
-        insort(self._holes, _Hole(offset, offset + -(-size // ALIGNMENT) * ALIGNMENT, freer))
+        insort(self._holes, _Hole(offset, offset + _aligned(size), freer))
 
-    def _take(self, needed: int, avoid_from: int | None) -> tuple[int, list[int]] | None:
-        run_from, run_start = 0, 0
-        previous_stop = -1
+    def _take(self, needed: int, at_top: bool, avoid_from: int | None) -> tuple[int, list[int]] | None:
+        runs = self._runs(avoid_from)
+        for first, last in reversed(runs) if at_top else runs:
+            low, high = self._holes[first].start, self._holes[last].stop
+            if high - low >= needed:
+                start = high - needed if at_top else low
+                return start, self._carve(first, last, start, start + needed)
+        return None
+
+    def _runs(self, avoid_from: int | None) -> list[tuple[int, int]]:
+        """Index ranges of holes without gaps between them."""
+        runs: list[tuple[int, int]] = []
         for index, hole in enumerate(self._holes):
             if avoid_from is not None and hole.freer >= avoid_from:
-                previous_stop = -1
                 continue
-            if hole.start != previous_stop:
-                run_from, run_start = index, hole.start
-            previous_stop = hole.stop
-            if hole.stop - run_start >= needed:
-                taken = self._holes[run_from : index + 1]
-                end = run_start + needed
-                rest = [_Hole(end, hole.stop, hole.freer)] if hole.stop > end else []
-                self._holes[run_from : index + 1] = rest
-                self.peak = max(self.peak, end)
-                return run_start, sorted({h.freer for h in taken if h.freer >= 0})
-        return None
+            if runs and runs[-1][1] == index - 1 and self._holes[index - 1].stop == hole.start:
+                runs[-1] = (runs[-1][0], index)
+            else:
+                runs.append((index, index))
+        return runs
+
+    def _carve(self, first: int, last: int, start: int, stop: int) -> list[int]:
+        """Take ``[start, stop)`` out of holes ``first … last``; returns who freed it."""
+        kept: list[_Hole] = []
+        freers: set[int] = set()
+        for hole in self._holes[first : last + 1]:
+            if hole.start < start:
+                kept.append(_Hole(hole.start, min(hole.stop, start), hole.freer))
+            if hole.stop > stop:
+                kept.append(_Hole(max(hole.start, stop), hole.stop, hole.freer))
+            if hole.start < stop and start < hole.stop:
+                freers.add(hole.freer)
+        self._holes[first : last + 1] = kept
+        return sorted(freers - {-1})
 
 
 def place(draft: Draft, caps: Sequence[int]) -> tuple[list[int | None], tuple[int, ...]]:
-    """Place every GPU buffer. Returns the offsets (None for host buffers) and the peak address per GPU.
+    """Place every GPU buffer. Returns the offsets (None for host buffers) and the highest end address per GPU.
 
     Adds to each entry the frees it relies on. Raises GroupDoesNotFit when an allocation finds no hole.
     """
@@ -96,9 +116,10 @@ def place(draft: Draft, caps: Sequence[int]) -> tuple[list[int | None], tuple[in
             gpu, size = draft.buffers[buffer].gpu, draft.buffers[buffer].bytes
             if gpu is None:
                 continue
-            found = arenas[gpu].allocate(size, _recent(entry, last_compute[gpu]))
+            at_top = draft.buffers[buffer].kind not in _LASTING
+            found = arenas[gpu].allocate(size, avoid_from=_recent(entry, last_compute[gpu]), at_top=at_top)
             if found is None:
-                raise _no_hole(draft, entry, buffer, held[gpu], caps[gpu])
+                raise _no_room(draft, entry, buffer, held[gpu], caps[gpu])
             offsets[buffer], freers = found
             entry.after.update(freers)
             held[gpu] += size
@@ -109,7 +130,34 @@ def place(draft: Draft, caps: Sequence[int]) -> tuple[list[int | None], tuple[in
                 held[gpu] -= size
         if entry.lane is Lane.COMPUTE and entry.gpu is not None:
             last_compute[entry.gpu] = index
-    return offsets, tuple(arena.peak for arena in arenas)
+    return _without_gap(draft, offsets, caps)
+
+
+def _without_gap(
+    draft: Draft, offsets: list[int | None], caps: Sequence[int]
+) -> tuple[list[int | None], tuple[int, ...]]:
+    """Move what was placed from the top down by what never was in use between the two ends."""
+    bottom, top = [0] * len(caps), [cap // ALIGNMENT * ALIGNMENT for cap in caps]
+    for buffer, offset in zip(draft.buffers, offsets, strict=True):
+        if buffer.gpu is None or offset is None:
+            continue
+        if buffer.kind in _LASTING:
+            bottom[buffer.gpu] = max(bottom[buffer.gpu], offset + _aligned(buffer.bytes))
+        else:
+            top[buffer.gpu] = min(top[buffer.gpu], offset)
+    gaps = [max(0, high - low) for low, high in zip(bottom, top, strict=True)]
+    peaks = [0] * len(caps)
+    moved: list[int | None] = []
+    for buffer, offset in zip(draft.buffers, offsets, strict=True):
+        if buffer.gpu is not None and offset is not None:
+            offset -= 0 if buffer.kind in _LASTING else gaps[buffer.gpu]
+            peaks[buffer.gpu] = max(peaks[buffer.gpu], offset + buffer.bytes)
+        moved.append(offset)
+    return moved, tuple(peaks)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _recent(entry: Entry, last_compute: int) -> int:
@@ -119,16 +167,11 @@ def _recent(entry: Entry, last_compute: int) -> int:
     return last_compute if entry.kind is TaskKind.P2P else last_compute + 1
 
 
-def _no_hole(draft: Draft, entry: Entry, buffer: int, held: int, cap: int) -> GroupDoesNotFit:
+def _no_room(draft: Draft, entry: Entry, buffer: int, held: int, cap: int) -> GroupDoesNotFit:
     wanted = draft.buffers[buffer]
-    first, last = wanted.layer_first, wanted.layer_last
-    error = GroupDoesNotFit(
-        wanted.gpu,
-        (first, last),
-        f"{wanted.kind.value} ({wanted.bytes} B) beside what is held",
-        held + wanted.bytes,
-        cap,
-    )
+    pieces = "" if held + wanted.bytes > cap else ", for which no single hole is left,"
+    what = f"{wanted.kind.value} of {wanted.bytes} B{pieces} and the {held} B held beside it"
+    error = GroupDoesNotFit(wanted.gpu, (wanted.layer_first, wanted.layer_last), what, held + wanted.bytes, cap)
     error.group = entry.group
     return error
 
@@ -149,7 +192,7 @@ def count_pages(draft: Draft, caps: Sequence[int]) -> tuple[int, ...]:
             held[gpu] += draft.buffers[buffer].bytes
             peak[gpu] = max(peak[gpu], held[gpu])
             if held[gpu] > caps[gpu]:
-                raise _no_hole(draft, entry, buffer, held[gpu] - draft.buffers[buffer].bytes, caps[gpu])
+                raise _no_room(draft, entry, buffer, held[gpu] - draft.buffers[buffer].bytes, caps[gpu])
         for buffer in entry.frees:
             gpu = draft.buffers[buffer].gpu
             if gpu is not None:

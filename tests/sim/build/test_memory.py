@@ -15,28 +15,37 @@ NEVER = 10**9
 
 def test_the_lowest_hole_that_fits_is_taken():
     arena = Arena(10 * UNIT)
-    assert arena.allocate(2 * UNIT, NEVER) == (0, [])
-    assert arena.allocate(3 * UNIT, NEVER) == (2 * UNIT, [])
-    assert arena.allocate(1 * UNIT, NEVER) == (5 * UNIT, [])
+    assert arena.allocate(2 * UNIT, avoid_from=NEVER) == (0, [])
+    assert arena.allocate(3 * UNIT, avoid_from=NEVER) == (2 * UNIT, [])
+    assert arena.allocate(1 * UNIT, avoid_from=NEVER) == (5 * UNIT, [])
     arena.free(2 * UNIT, 3 * UNIT, freer=7)
     arena.free(0, 2 * UNIT, freer=4)
-    assert arena.allocate(3 * UNIT, NEVER) == (0, [4, 7])
-    assert arena.peak == 6 * UNIT
+    assert arena.allocate(3 * UNIT, avoid_from=NEVER) == (0, [4, 7])
+
+
+def test_from_the_top_the_highest_hole_that_fits_is_taken():
+    arena = Arena(10 * UNIT)
+    assert arena.allocate(2 * UNIT, avoid_from=NEVER, at_top=True) == (8 * UNIT, [])
+    assert arena.allocate(UNIT, avoid_from=NEVER, at_top=True) == (7 * UNIT, [])
+    arena.free(8 * UNIT, 2 * UNIT, freer=3)
+    assert arena.allocate(UNIT, avoid_from=NEVER, at_top=True) == (9 * UNIT, [3])
+    assert arena.allocate(7 * UNIT, avoid_from=NEVER) == (0, [])
+    assert arena.allocate(2 * UNIT, avoid_from=NEVER) is None
 
 
 def test_an_allocation_waits_only_for_the_frees_it_lies_on():
     arena = Arena(4 * UNIT)
     for offset in range(4):
-        assert arena.allocate(UNIT, NEVER) == (offset * UNIT, [])
+        assert arena.allocate(UNIT, avoid_from=NEVER) == (offset * UNIT, [])
     for offset in range(4):
         arena.free(offset * UNIT, UNIT, freer=10 + offset)
-    assert arena.allocate(UNIT, NEVER) == (0, [10])
-    assert arena.allocate(2 * UNIT, NEVER) == (UNIT, [11, 12])
+    assert arena.allocate(UNIT, avoid_from=NEVER) == (0, [10])
+    assert arena.allocate(2 * UNIT, avoid_from=NEVER) == (UNIT, [11, 12])
 
 
 def test_a_hole_freed_just_now_is_taken_only_if_nothing_else_fits():
     arena = Arena(3 * UNIT)
-    arena.allocate(UNIT, NEVER)
+    arena.allocate(UNIT, avoid_from=NEVER)
     arena.free(0, UNIT, freer=5)
     assert arena.allocate(UNIT, avoid_from=5) == (UNIT, [])
     assert arena.allocate(UNIT, avoid_from=5) == (2 * UNIT, [])
@@ -50,7 +59,7 @@ def test_live_allocations_never_overlap_and_stay_inside(sizes, data):
     live: dict[int, tuple[int, int]] = {}
     freed: dict[int, int] = {}
     for index, size in enumerate(sizes):
-        found = arena.allocate(size, NEVER)
+        found = arena.allocate(size, avoid_from=NEVER, at_top=data.draw(st.booleans()))
         if found is not None:
             offset, freers = found
             assert offset >= 0
@@ -125,3 +134,16 @@ def test_host_allocations_wait_for_just_enough_frees_to_keep_the_peak():
     assert draft.entries[3].after >= {2}  # 20 bytes are held: the third needs the first one's free
     assert 4 in draft.entries[6].after  # the fourth needs one more, not the one after
     assert 5 not in draft.entries[6].after
+
+
+def test_weights_lie_at_the_bottom_and_what_is_short_lived_right_above_what_they_reach():
+    draft = Draft()
+    weight = draft.buffer(0, TensorKind.WEIGHT, (0, 0), 3 * UNIT)
+    space = draft.buffer(0, TensorKind.WORKSPACE, (0, 0), 2 * UNIT)
+    small = draft.buffer(0, TensorKind.ACTIVATION, (0, 0), 5)
+    draft.add(TaskKind.SWAP_IN, (0, Lane.SWAP_IN), (0, 0), writes=[weight])
+    draft.add(TaskKind.FORWARD, (0, Lane.COMPUTE), (0, 0), reads=[weight], writes=[space, small])
+    assign_lifetimes(draft)
+    offsets, peaks = place(draft, [100 * UNIT])
+    assert offsets == [0, 4 * UNIT, 3 * UNIT]
+    assert peaks == (6 * UNIT,)
