@@ -126,6 +126,7 @@ def finish(
 ) -> Schedule:
     """Make the draft a Schedule: add the dependencies that reads and writes imply, and drop the implied ones."""
     _add_data_dependencies(draft)
+    waits = _pruned(draft)
     tasks = tuple(
         Task(
             id=index,
@@ -139,7 +140,7 @@ def finish(
             tensor_kind=entry.tensor_kind,
             bytes=entry.bytes,
             peer=entry.peer,
-            waits_for=_pruned(draft, entry),
+            waits_for=waits[index],
             reads=entry.reads,
             writes=entry.writes,
             allocates=tuple(entry.allocates),
@@ -173,12 +174,16 @@ def _add_data_dependencies(draft: Draft) -> None:
             readers[buffer] = []
 
 
-def _pruned(draft: Draft, entry: Entry) -> tuple[int, ...]:
-    """Of each other lane only the latest entry; the entry's own lanes are in order anyway."""
-    own = set(entry.lanes)
-    latest: dict[LaneKey, int] = {}
-    for before in entry.after:
-        lanes = draft.entries[before].lanes
-        if own.isdisjoint(lanes) and before > latest.get(lanes[0], -1):
-            latest[lanes[0]] = before
-    return tuple(sorted(latest.values()))
+def _pruned(draft: Draft) -> list[tuple[int, ...]]:
+    """What each entry waits for: of each other lane only the latest entry; its own lanes are in order anyway."""
+    numbers: dict[LaneKey, int] = {}
+    lanes = [[numbers.setdefault(key, len(numbers)) for key in entry.lanes] for entry in draft.entries]
+    result = []
+    for entry, own in zip(draft.entries, lanes, strict=True):
+        latest: dict[int, int] = {}
+        for before in entry.after:
+            theirs = lanes[before]
+            if before > latest.get(theirs[0], -1) and not any(lane in own for lane in theirs):
+                latest[theirs[0]] = before
+        result.append(tuple(sorted(latest.values())))
+    return result

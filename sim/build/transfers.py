@@ -86,6 +86,7 @@ class _Walk:
         self.arrived: dict[tuple[int, Need], int] = {}  # on a GPU, not yet consumed
         self.received: list[set[int]] = [set() for _ in range(plan.gpus)]  # of those, what other GPUs sent
         self.host: dict[tuple[TensorKind, int], _HostTensor] = {}
+        self.weights_out: dict[int, int] = {}  # layer -> the copy of its updated weights
         self.runner = {(step.kind, step.group.pack_index): step.gpu for step in steps}  # pipelines: one GPU per pack
 
     def run(self) -> Draft:
@@ -248,7 +249,7 @@ class _Walk:
             TaskKind.UPDATE, (step.gpu, Lane.COMPUTE), group.pack, reads=read, writes=changed, group=group.index
         )
         for run in runs_where(group.pack, self.costs.updates):
-            self._home_out(group, Need(TensorKind.WEIGHT, run), weights.weight)
+            self._weights_home(group, run, weights.weight)
         for state in states:
             self._home_out(group, Need(TensorKind.OPTIMIZER_STATE, group.pack), state)
 
@@ -320,13 +321,24 @@ class _Walk:
         for run in runs_where(group.pack, lambda layer: layers[layer].changes_buffers):
             self._home_out(group, Need(TensorKind.BUFFER, run), self.weights[group.index].buffer)
 
-    def _home_out(self, group: Group, need: Need, buffer: int | None) -> None:
+    def _weights_home(self, group: Group, run: Run, buffer: int | None) -> None:
+        """Copy updated weights out. Where later layers use them too, after those wrote back: theirs are out of date."""
+        layers = range(run[0], run[1] + 1)
+        partners = {partner for layer in layers for partner in self.costs.tied_partners(layer)}
+        after = [self.weights_out[partner] for partner in sorted(partners) if partner in self.weights_out]
+        copy = self._home_out(group, Need(TensorKind.WEIGHT, run), buffer, after)
+        if copy is not None:
+            self.weights_out.update((layer, copy) for layer in layers)
+
+    def _home_out(self, group: Group, need: Need, buffer: int | None, after: Sequence[int] = ()) -> int | None:
+        """Copy a home tensor out; the index of the copy, None if there is nothing to copy."""
         size = self.needs.bytes(need)
-        if buffer is not None and size:
-            self.draft.add(
-                TaskKind.SWAP_OUT, (group.gpu, Lane.SWAP_OUT), need.run, tensor_kind=need.kind, size=size,
-                reads=[buffer], group=group.index,
-            )  # fmt: skip
+        if buffer is None or not size:
+            return None
+        return self.draft.add(
+            TaskKind.SWAP_OUT, (group.gpu, Lane.SWAP_OUT), need.run, tensor_kind=need.kind, size=size,
+            reads=[buffer], after=after, group=group.index,
+        )  # fmt: skip
 
     def _is_last(self, step: Step) -> bool:
         return step.microbatch == len(step.group.pieces) - 1

@@ -7,9 +7,10 @@ from sim.build import build, build_from_costs
 from sim.errors import DoesNotFit, PlanError
 from sim.machine import Gpu, Host, Machine
 from sim.plan import HarmonyPlan, Policy, UpdateOn
-from sim.schedule import Lane, Schedule, TaskKind, TensorKind
+from sim.schedule import Lane, Schedule, Task, TaskKind, TensorKind
+from sim.validate import validate
 from traces.costs import Costs
-from traces.synthetic import uniform_trace
+from traces.synthetic import uniform_trace, with_tied
 
 MB = 10**6
 
@@ -119,3 +120,33 @@ def test_module_buffers_come_in_with_the_weights_and_leave_once_after_the_forwar
         assert copies.count((TaskKind.SWAP_OUT, 0, 800)) == 1
         assert sum(kind is TaskKind.SWAP_OUT for kind, _, _ in copies) == 1
         assert sum(kind is TaskKind.SWAP_IN for kind, _, _ in copies) == 2 * replicas
+
+
+@pytest.mark.parametrize("policy", [Policy.HARMONY_DP, Policy.HARMONY_PP])
+def test_a_gpu_update_adds_tied_partial_gradients_and_writes_the_shared_weight_last(policy):
+    trace = with_tied(uniform_trace(5), (0, 3), 500_000)
+    packs = {"packs_fwd": ((0, 1),), "packs_bwd": ((0, 1), (2, 4))}
+    schedule = build(plan(policy=policy, update=UpdateOn.GPU, **packs), trace, machine(2))
+    validate(schedule, trace)
+
+    def only(kind: TaskKind, tensor_kind: TensorKind, layer: int) -> Task:
+        found = [
+            t for t in schedule.copies(kind) if t.tensor_kind is tensor_kind and t.layer_first <= layer <= t.layer_last
+        ]
+        assert len(found) == 1
+        return found[0]
+
+    partial_out = only(TaskKind.SWAP_OUT, TensorKind.GRADIENT, 3)
+    partial_in = only(TaskKind.SWAP_IN, TensorKind.GRADIENT, 3)
+    assert partial_out.bytes == partial_in.bytes == trace.layers[3].gradient_bytes
+    order = happens_before(schedule)
+    assert order(partial_out.id, partial_in.id)
+    stale, fresh = (only(TaskKind.SWAP_OUT, TensorKind.WEIGHT, layer) for layer in (3, 0))
+    assert order(stale.id, fresh.id)
+
+
+def happens_before(schedule: Schedule):
+    ancestors: list[set[int]] = []
+    for before in schedule.predecessors:
+        ancestors.append(set(before).union(*(ancestors[task] for task in before)))
+    return lambda first, second: first in ancestors[second]
