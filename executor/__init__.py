@@ -1,1 +1,15 @@
-"""Runs schedules on devices, and measures models and machines."""
+"""Runs schedules on devices, and measures models and machines. Needs torch (the extra ``executor``).
+
+A schedule at work, from the top down::
+
+    run.py          a Schedule, a workload and a machine → a measured Timeline
+    session.py      trains step by step: each task goes to whoever carries it out
+    lanes.py        a thread for every busy lane; waiting, failing, stopping
+    calculations.py forward, backward and update tasks   ← compute.py, optimizer.py
+    transfers.py    copies, all-reduces and reductions
+    places.py       where tensors are                    ← arena.py, store.py, layout.py
+    devices.py      the façade: queues and marks         ← emulated.py (with links.py), cuda.py
+
+A new device is one more implementation of :class:`executor.devices.Devices`. ``layers.py``, ``profile.py`` and
+``calibrate.py`` make what schedules are planned from.
+"""

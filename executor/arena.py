@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sim.schedule import Buffer, TensorKind
@@ -31,20 +30,21 @@ class Block:
 
 
 class Arena:
-    """The memory of GPU ``gpu`` for the ``buffers`` of a schedule, on ``device``, at most ``cap`` bytes.
+    """The memory of GPU ``gpu`` for the ``buffers`` of a schedule, at most ``cap`` bytes.
 
-    Used from several lanes at once. A placed buffer has the same block each time, a counted one a new block.
+    ``take`` gets so many bytes (uint8) from the device. Used from several lanes at once. A placed buffer has the same
+    block each time, a counted one a new block.
     """
 
-    def __init__(self, gpu: int, buffers: Iterable[Buffer], cap: int, device: torch.device) -> None:
+    def __init__(self, gpu: int, buffers: Iterable[Buffer], cap: int, take: Callable[[int], Tensor]) -> None:
         self.gpu, self.cap = gpu, cap
-        self._device = device
+        self._take = take
         own = [buffer for buffer in buffers if buffer.gpu == gpu]
         placed = [(b, b.offset) for b in own if b.offset is not None and b.kind is not TensorKind.WORKSPACE]
         for buffer, offset in placed:
             self._check_cap(buffer, offset)
         size = max([offset + buffer.bytes for buffer, offset in placed], default=0)
-        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        memory = take(size)
         self._placed = {b.id: Block(memory[offset : offset + b.bytes]) for b, offset in placed}
         self._lock = threading.Lock()
         self._held: dict[int, Block | None] = {}  # None: a reservation
@@ -96,7 +96,7 @@ class Arena:
         if buffer.kind is TensorKind.WORKSPACE:
             return None
         if buffer.offset is None:
-            return Block(torch.empty(buffer.bytes, dtype=torch.uint8, device=self._device))
+            return Block(self._take(buffer.bytes))
         return self._placed[buffer.id]
 
     def _claim(self, buffer: Buffer, offset: int) -> None:

@@ -89,8 +89,11 @@ class Devices(Protocol):
     def generator(self, gpu: int) -> torch.Generator:
         """The random generator that layers on this GPU draw from. Use it inside :meth:`Queue.compute` only."""
 
+    def gpu_bytes(self, gpu: int, size: int) -> Tensor:
+        """Memory of a GPU: uint8 [size], not initialised. It may be dropped while queues still work on it."""
+
     def host_bytes(self, size: int) -> Tensor:
-        """Host memory that copies are fast from and to: uint8 [size], not initialised."""
+        """Host memory that copies are fast from and to: uint8 [size], not initialised. May be dropped as early."""
 
     def queue(self, lane: LaneKey) -> Queue:
         """A new queue for a lane."""

@@ -88,6 +88,10 @@ class EmulatedDevices:
         """The process's generator, which all emulated GPUs share under the lock."""
         return torch.default_generator
 
+    def gpu_bytes(self, gpu: int, size: int) -> Tensor:
+        """Plain memory; its user counts what it takes."""
+        return torch.empty(size, dtype=torch.uint8)
+
     def host_bytes(self, size: int) -> Tensor:
         """Plain memory."""
         return torch.empty(size, dtype=torch.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from sim.plan import HarmonyPlan
 from sim.schedule import Buffer, Schedule
@@ -22,7 +23,7 @@ class Places:
         self.layouts = layouts
         self._devices = devices
         self._arenas = [
-            Arena(gpu, schedule.buffers, cap, devices.device(gpu))
+            Arena(gpu, schedule.buffers, cap, partial(devices.gpu_bytes, gpu))
             for gpu, cap in enumerate(schedule.memory.gpu_cap_bytes)
         ]
         self._host: dict[int, Block] = {}

@@ -1,0 +1,85 @@
+"""Run a schedule for some steps: from a Schedule to a measured Timeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from msgspec.structs import replace
+
+from sim.errors import DoesNotFit
+from sim.machine import Machine
+from sim.schedule import Schedule
+from sim.timeline import Timeline, TimelineInfo
+
+from .devices import DeviceKind, Overruns, open_devices
+from .layers import decompose
+from .models import Workload, adam
+from .optimizer import OptimizerFactory
+from .reporting import Progress, silent
+from .session import Session
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run measured. ``losses`` has the loss of every step, warm-up steps first, each before its update."""
+
+    timeline: Timeline
+    losses: tuple[float, ...]
+    overruns: Overruns
+
+
+def run(
+    schedule: Schedule,
+    workload: Workload,
+    machine: Machine,
+    *,
+    device: DeviceKind = DeviceKind.EMULATED,
+    steps: int = 3,
+    warmup_steps: int = 1,
+    optimizer: OptimizerFactory = adam,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> RunResult:
+    """Train the workload's model for ``warmup_steps + steps`` steps, and measure.
+
+    Step k trains on ``workload.batch(minibatch, seed + k)``, and ``seed`` fixes dropout as well. Warm-up steps also
+    check that no task takes more memory than the schedule reserves; figures are of the steps after them.
+
+    Raises DoesNotFit if the schedule needs more memory than the machine has, DifferentModel if it was made for another
+    model, DeviceError if the devices are not there, TaskFailed if a task fails.
+    """
+    _check_memory(schedule, machine)
+    model = decompose(workload.model, workload.loss_fn)
+    devices = open_devices(device, machine)
+    session = Session(schedule, model, optimizer(workload.model.parameters()), devices, seed=seed)
+    total = warmup_steps + steps
+    results = []
+    for number in range(total):
+        progress(number / total, f"step {number + 1} of {total}" + (", warming up" if number < warmup_steps else ""))
+        inputs, labels = workload.batch(schedule.plan.minibatch, seed + number)
+        results.append(session.step(inputs, labels, check_memory=number < warmup_steps))
+    progress(1.0, "ran")
+    info = replace(
+        TimelineInfo.of(schedule, machine.name, "measured", steps=total, warmup_steps=warmup_steps),
+        notes={
+            "device": device.value,
+            "torch": str(torch.__version__),
+            "overruns": devices.overruns.count,
+            "overrun_s": devices.overruns.total_ns / 1e9,
+        },
+    )
+    timeline = Timeline.from_times(schedule, info, [result.times for result in results])
+    return RunResult(timeline, tuple(result.loss for result in results), devices.overruns)
+
+
+def _check_memory(schedule: Schedule, machine: Machine) -> None:
+    """The machine has what the plan takes. (GPUs that are missing are the devices' matter.)"""
+    memory, layers = schedule.memory, (0, schedule.layers - 1)
+    what = f"the buffers of {schedule.plan.policy.value}"
+    for gpu, (peak, spec) in enumerate(zip(memory.gpu_peak_bytes, machine.gpus, strict=False)):
+        if peak > spec.usable_bytes:
+            raise DoesNotFit(gpu, layers, what, peak, spec.usable_bytes)
+    host = machine.host.memory_bytes
+    if host is not None and memory.host_peak_bytes > host:
+        raise DoesNotFit(None, layers, "the model's state, data and stash", memory.host_peak_bytes, host)
