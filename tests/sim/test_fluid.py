@@ -190,6 +190,13 @@ class TestEnds:
     def test_whole_nanoseconds_round_up_but_for_rounding(self) -> None:
         assert [whole_ns(time) for time in (7, 7 + 1e-9, 7.01, 6.999999)] == [7, 7, 8, 7]
 
+    def test_an_end_just_after_a_tick_belongs_to_that_tick(self) -> None:
+        flows = make_fluid(1)
+        flows.start(0, "a", [0], 7 + 1e-9)
+        flows.start(0, "b", [0], 100)
+        flows.advance(14)
+        assert flows.finished == {"a": pytest.approx(14)}
+
     def test_forgetting_known_rates_changes_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def run() -> dict[object, float]:
             flows = make_fluid(7, 5)
