@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 STDOUT = "-"
 
 
-ReportProgress = Callable[[float, str], object]
+ReportProgress = Callable[[float, str], None]
 """Called with the share done (0 to 1) and what is being done now."""
 
 
@@ -85,14 +85,18 @@ class Output:
         """A progress bar on stderr, if that is a terminal."""
         console = self._console(err=True)
         if not console.is_terminal:
-            yield lambda share, what: None
+            yield _tell_nobody
             return
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("", total=1.0)
-            yield lambda share, what: bar.update(task, completed=share, description=what)
+
+            def report(share: float, what: str) -> None:
+                bar.update(task, completed=share, description=what)
+
+            yield report
 
     def write(self, path: Path | None, suffix: str, save: Callable[[Path], None]) -> None:
         """Write a file if it was asked for: ``save`` does it. ``-`` is stdout, in the form that ``suffix`` means."""
@@ -114,3 +118,7 @@ class Output:
         console = Console(stderr=err)
         # In a pipe or a file there is no width to keep to; tables are as wide as they must be.
         return console if console.is_terminal else Console(stderr=err, width=200)
+
+
+def _tell_nobody(share: float, what: str) -> None:
+    pass

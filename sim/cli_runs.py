@@ -36,9 +36,10 @@ def profile(
     device: Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="cpu is for emulated GPUs.")] = "cpu",
     microbatch: Annotated[
         Any, typer.Option("--microbatch", metavar="1,2,…", parser=counts, help="Microbatch sizes to measure.")
-    ] = "1,2,4",
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Times each measurement is repeated.")] = 5,
-    warmups: Annotated[int, typer.Option("--warmups", min=0, help="Repeats before those that count.")] = 2,
+    ] = "1,2,4,8",
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="At most so many measurements of each time.")] = 9,
+    warmups: Annotated[int, typer.Option("--warmups", min=0, help="Measurements before those that count.")] = 1,
+    budget: Annotated[float, typer.Option("--budget", metavar="S", help="Seconds to spend, roughly.")] = 60.0,
     as_json: Json = False,
 ) -> None:
     """Measure a trace of a model: what every layer costs at several microbatch sizes."""
@@ -51,7 +52,13 @@ def profile(
     out = Output(as_json, output)
     with out.progress() as progress:
         trace = measure_trace(
-            model, device=device, microbatches=microbatch, repeats=repeats, warmups=warmups, progress=progress
+            model,
+            device=device,
+            microbatches=microbatch,
+            repeats=repeats,
+            warmups=warmups,
+            budget_s=budget,
+            progress=progress,
         )
     out.write(output, ".json", lambda path: save_trace(trace, path))
     summary = summarize(trace)

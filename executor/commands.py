@@ -1,0 +1,86 @@
+"""What the commands ``profile``, ``calibrate`` and ``run`` do: words become models, devices and machines, and then they
+are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from sim.machine import Machine
+from sim.machine_files import load_machine
+from sim.schedule_files import load_schedule
+from sim.validate import validate
+from traces.schema import Trace
+
+from .calibrate import calibrate, cuda_machine
+from .devices import DeviceKind
+from .errors import DeviceError
+from .models import load_workload
+from .profile import profile
+from .reporting import Progress, silent
+from .run import RunResult, run
+
+EMULATED_MACHINE = "emulated"
+"""The shipped machine that says how this computer plays GPUs."""
+
+
+def measure_trace(
+    model: str,
+    *,
+    device: str,
+    microbatches: Sequence[int],
+    repeats: int,
+    warmups: int,
+    budget_s: float,
+    progress: Progress = silent,
+) -> Trace:
+    """Profile the model that ``model`` names on the CPU (``cpu``) or a CUDA device (``cuda``)."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("there is no CUDA device; profile for emulated GPUs instead (--device cpu)")
+    return profile(
+        load_workload(model),
+        microbatches=microbatches,
+        device=torch.device(device),
+        warmups=warmups,
+        repeats=repeats,
+        budget_s=budget_s,
+        progress=progress,
+    )
+
+
+def measure_machine(machine: str | None, *, device: str, progress: Progress = silent) -> Machine:
+    """Calibrate a machine; without a name, the shipped emulated one, or whatever CUDA devices there are."""
+    kind = DeviceKind(device)
+    if machine is not None:
+        described = load_machine(machine)
+    elif kind is DeviceKind.EMULATED:
+        described = load_machine(EMULATED_MACHINE)
+    else:
+        described = cuda_machine()
+    return calibrate(described, kind, progress)
+
+
+def run_schedule(
+    schedule: Path,
+    model: str,
+    machine: str,
+    *,
+    device: str,
+    steps: int,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> RunResult:
+    """Check a schedule file and run it, after one step to warm up, with the model that ``model`` names."""
+    checked = load_schedule(schedule)
+    validate(checked)
+    return run(
+        checked,
+        load_workload(model, seed=seed),
+        load_machine(machine),
+        device=DeviceKind(device),
+        steps=steps,
+        seed=seed,
+        progress=progress,
+    )
