@@ -22,7 +22,7 @@ from typing import NamedTuple
 from .units import NS_PER_S
 
 _SAME_LEVEL = 1.0 + 1e-12  # what fills up at levels this close fills up together
-_SLACK_NS = 1e-3  # flows that end this close end together: far below a tick, far above rounding
+_SLACK_NS = 1e-3  # flows that end this close end together: far below a tick, above the rounding of hours
 _REMEMBERED = 1 << 16  # sets of flows in flight whose rates are kept
 
 

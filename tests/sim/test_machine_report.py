@@ -7,7 +7,7 @@ import json
 import pytest
 from rich.console import Console
 
-from sim.machine import Machine
+from sim.machine import Emulation, Gpu, Host, Link, Machine
 from sim.machine_files import load_machine, shipped_machines
 from sim.machine_report import describe, machine_to_dict
 
@@ -37,7 +37,6 @@ def test_a_tree_of_links_with_neighbouring_equal_gpus_together() -> None:
         ("4x4090", ["via host", "25.00 GB/s each way, 35.00 GB/s both ways together"]),
         ("4x3090-nvlink", ["NVLink GPU 2 ↔ GPU 3: 56.00 GB/s each way"]),
         ("1x-h200", ["GPU 0", "as the links"]),
-        ("emulated", ["2 cores, speed 0.25", "emulated at pace 4, nominal rates: GPU 250.0 MB/s, uplink 300.0 MB/s"]),
     ],
 )
 def test_what_matters_is_shown(name: str, parts: list[str]) -> None:
@@ -45,9 +44,21 @@ def test_what_matters_is_shown(name: str, parts: list[str]) -> None:
     assert [part for part in parts if part not in text] == []
 
 
-def test_unlimited_memory_and_latency() -> None:
-    machine = load_machine("4x1080ti").with_host_memory(None)
-    assert "host: unlimited memory" in shown(machine)
+def test_what_only_some_machines_have() -> None:
+    machine = Machine(
+        name="odd",
+        host=Host(memory_bytes=None, dram_bandwidth=1e9, cores=2, speed=0.25),
+        links=(Link(name="up", bandwidth=3e8, latency_ns=1500),),
+        gpus=(Gpu(name="G", memory_bytes=2**20, bandwidth=5e8, link="up"),),
+        emulation=Emulation(pace=4, gpu_bandwidth=2.5e8, links={"up": 1.5e8}),
+    )
+    lines = [line.rstrip() for line in shown(machine).splitlines()]
+    assert lines[-4:] == [
+        "host: unlimited memory, DRAM 1.00 GB/s, 2 cores, speed 0.25",
+        "└── link up: 300.0 MB/s each way, latency 1.5 us",
+        "    └── GPU 0: 500.0 MB/s each way",
+        "emulated at pace 4, nominal rates: GPU 250.0 MB/s, up 150.0 MB/s",
+    ]
 
 
 @pytest.mark.parametrize("name", shipped_machines())
