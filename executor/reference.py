@@ -1,0 +1,34 @@
+"""Plain PyTorch, to compare with: the same model, batches and optimizer in one loop that knows nothing of schedules."""
+
+from __future__ import annotations
+
+from .models import Workload, adam
+from .optimizer import OptimizerFactory
+from .reporting import Progress, silent
+
+
+def plain_losses(
+    workload: Workload,
+    minibatch: int,
+    steps: int,
+    *,
+    optimizer: OptimizerFactory = adam,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> tuple[float, ...]:
+    """The loss of each step k, before its update, when training on ``workload.batch(minibatch, seed + k)``.
+
+    These are the batches of :func:`executor.run.run` with the same seed. The model is changed.
+    """
+    update = optimizer(workload.model.parameters())
+    losses = []
+    for number in range(steps):
+        progress(number / steps, f"step {number + 1} of {steps}")
+        inputs, labels = workload.batch(minibatch, seed + number)
+        update.zero_grad()
+        outputs = workload.model(inputs)
+        loss = workload.loss_fn(getattr(outputs, "logits", outputs), labels)
+        loss.backward()
+        update.step()
+        losses.append(float(loss.detach()))
+    return tuple(losses)
