@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.rnn import RNNBase
 
@@ -78,6 +78,11 @@ class LayerSpec:
     def buffer_bytes(self) -> int:
         """Bytes of all buffers."""
         return sum(named.tensor.nbytes for named in self.buffers.values())
+
+    @property
+    def cut_sensitive(self) -> bool:
+        """Whether the result depends on chance, or on which samples share a microbatch (batch statistics)."""
+        return self.random or self.changes_buffers or any(_mixes_samples(part) for part in self.module.modules())
 
     def skeleton(self) -> nn.Module:
         """A copy of the module whose parameters and buffers have shapes but no memory (device ``meta``).
@@ -236,6 +241,10 @@ def _is_random(part: nn.Module) -> bool:
 
 def _changes_buffers(part: nn.Module) -> bool:
     return part.training and isinstance(part, _NormBase) and part.track_running_stats
+
+
+def _mixes_samples(part: nn.Module) -> bool:
+    return isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
 
 
 def _tied(layers: Sequence[LayerSpec]) -> tuple[TiedGroup, ...]:

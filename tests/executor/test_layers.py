@@ -82,10 +82,16 @@ class TestSequential:
         layers = decompose(model, nn.functional.mse_loss).layers
         assert [layer.random for layer in layers] == [True, False, False, False, False]
         assert [layer.changes_buffers for layer in layers] == [False, False, True, False, False]
+        assert [layer.cut_sensitive for layer in layers] == [True, False, True, False, False]
         assert layers[2].buffer_bytes == 4 * 4 + 4 * 4 + 8
         assert layers[2].buffers["running_mean"].qualified == "2.running_mean"
         evaluated = decompose(model.eval(), nn.functional.mse_loss).layers
-        assert not any(layer.random or layer.changes_buffers for layer in evaluated)
+        assert not any(layer.random or layer.changes_buffers or layer.cut_sensitive for layer in evaluated)
+
+    def test_statistics_of_the_batch_depend_on_the_cut_even_if_not_kept(self):
+        norm = nn.BatchNorm1d(4, track_running_stats=False)
+        layer = decompose(nn.Sequential(norm), nn.functional.mse_loss).layers[0]
+        assert (layer.changes_buffers, layer.cut_sensitive) == (False, True)
 
 
 class TestGpt2:
