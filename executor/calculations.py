@@ -22,7 +22,7 @@ from .places import Places
 
 _INPUTS = (TensorKind.DATA, TensorKind.STASH, TensorKind.ACTIVATION)
 _OUTPUTS = (TensorKind.STASH, TensorKind.ACTIVATION)
-_SCALARS_BYTES = 64  # a loss, its gradient: no part of a trace
+_SCALARS_BYTES = 64  # a loss and its factor: no part of a trace
 
 
 @dataclass(frozen=True)
@@ -225,9 +225,7 @@ class Calculations:
             queue.compute(work)
             return
         roles, gpu = self._roles[task.id], _gpu(task)
-        inputs, tensors = [self._tensor(number) for number in roles.inputs], self._layer_tensors(roles)
-        copied = self._gpu_models[gpu].copied_bytes(roles.layers, inputs, tensors)
-        allowed = roles.workspace_bytes + copied + _SCALARS_BYTES
+        allowed = roles.workspace_bytes + _SCALARS_BYTES
 
         def measured() -> None:
             with measure_memory(self._devices.device(gpu)) as meter:

@@ -130,15 +130,6 @@ class GpuModel:
                 leaf.grad = None
         return x.grad, loss
 
-    def copied_bytes(self, layers: range, inputs: Sequence[Tensor], tensors: Mapping[int, LayerTensors]) -> int:
-        """Bytes of the copies made here, beside what the layers themselves take: of buffers that they change, and of
-        an input that they work on in place."""
-        buffers = [
-            b for layer in layers if self._layers[layer].changes_buffers for b in tensors[layer].buffers.values()
-        ]
-        own_input = inputs[0].nbytes if self._layers[layers[0]].works_in_place else 0
-        return sum(buffer.nbytes for buffer in buffers) + own_input
-
     def _labels(self, layer: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         return inputs[1:] if layer == len(self._layers) - 1 else ()
 
@@ -164,7 +155,6 @@ class _Skeleton:
 
     def __init__(self, layer: LayerSpec) -> None:
         self._layer = layer
-        self.changes_buffers = layer.changes_buffers
         self._module = layer.skeleton()
         self._unbound_weights = dict[str, Tensor](self._module.named_parameters())
         self._unbound_buffers = dict[str, Tensor](self._module.named_buffers())
@@ -177,7 +167,7 @@ class _Skeleton:
 
         Raises ModelError if it changes buffers though its class is not known to, or returns anything but a tensor.
         """
-        changes = self.changes_buffers
+        changes = self._layer.changes_buffers
         buffers = {name: buffer.clone() for name, buffer in tensors.buffers.items()} if changes else tensors.buffers
         versions = [buffer._version for buffer in buffers.values()]
         try:

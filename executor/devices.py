@@ -50,6 +50,10 @@ class Overruns:
     count: int = 0
     total_ns: int = 0
 
+    def since(self, earlier: Overruns) -> Overruns:
+        """Those after ``earlier``, an earlier state of the same count."""
+        return Overruns(self.count - earlier.count, self.total_ns - earlier.total_ns)
+
 
 class Queue(Protocol):
     """A lane's queue. One thread uses it."""

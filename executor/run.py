@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from msgspec.structs import replace
 
+from sim.critical_path import critical_path
 from sim.errors import DoesNotFit
 from sim.machine import Machine
+from sim.replay import in_sequence
 from sim.schedule import Schedule
 from sim.timeline import Timeline, TimelineInfo
 
@@ -22,7 +25,8 @@ from .session import Session
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run measured. ``losses`` has the loss of every step, warm-up steps first, each before its update."""
+    """What a run measured. ``losses`` has the loss of every step, warm-up steps first, each before its update;
+    ``overruns`` are of the steps after the warm-up."""
 
     timeline: Timeline
     losses: tuple[float, ...]
@@ -55,22 +59,31 @@ def run(
     session = Session(schedule, model, optimizer(workload.model.parameters()), devices, seed=seed)
     total = warmup_steps + steps
     results = []
+    warmed_up = Overruns()
     for number in range(total):
         progress(number / total, f"step {number + 1} of {total}" + (", warming up" if number < warmup_steps else ""))
         inputs, labels = workload.batch(schedule.plan.minibatch, seed + number)
+        if number == warmup_steps:
+            warmed_up = session.overruns
         results.append(session.step(inputs, labels, check_memory=number < warmup_steps))
     progress(1.0, "ran")
+    overruns = session.overruns.since(warmed_up)
+    times = [result.times for result in results]
+    measured = sorted(times[warmup_steps:], key=attrgetter("duration_ns"))
+    typical = measured[(len(measured) - 1) // 2]
     info = replace(
         TimelineInfo.of(schedule, machine.name, "measured", steps=total, warmup_steps=warmup_steps),
+        # Recompute is not timed apart from the backward that it is part of.
+        critical_path=critical_path(schedule, typical, lambda task: 0.0),
         notes={
             "device": device.value,
             "torch": str(torch.__version__),
-            "overruns": devices.overruns.count,
-            "overrun_s": devices.overruns.total_ns / 1e9,
+            "overruns": overruns.count,
+            "overrun_s": overruns.total_ns / 1e9,
         },
     )
-    timeline = Timeline.from_times(schedule, info, [result.times for result in results])
-    return RunResult(timeline, tuple(result.loss for result in results), devices.overruns)
+    timeline = Timeline.from_times(schedule, info, in_sequence(times))
+    return RunResult(timeline, tuple(result.loss for result in results), overruns)
 
 
 def _check_memory(schedule: Schedule, machine: Machine) -> None:
