@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pandas as pd
 
+from .critical_path import Cause
 from .errors import DifferentSchedules
 from .tables import Table, device_name, signed_percent
 from .timeline import Timeline
@@ -184,7 +185,11 @@ class Comparison:
             tuple(_row(name, pair, format_bytes) for name, pair in moved if pair.predicted or pair.measured),
         )
         if self.causes:
-            rows = tuple(_row(cause, pair, format_seconds) for cause, pair in self.causes.items())
+            rows = tuple(
+                _row(cause, pair, format_seconds)
+                for cause, pair in self.causes.items()
+                if pair.predicted or pair.measured
+            )
             yield Table("Critical path by cause", columns, rows)
 
     def __rich__(self) -> RenderableType:
@@ -299,14 +304,19 @@ def _pairs(before: Mapping[Key, float], after: Mapping[Key, float]) -> dict[Key,
 
 
 def _causes(predicted: Timeline, measured: Timeline) -> dict[str, Pair]:
-    """Seconds of the critical path by cause: each timeline's shares times its step."""
-    before, after = predicted.info.critical_path, measured.info.critical_path
-    if before is None or after is None:
-        return {}
-    before_s, after_s = predicted.step_time_ns / NS_PER_S, measured.step_time_ns / NS_PER_S
-    return {
-        cause: Pair(pair.predicted * before_s, pair.measured * after_s) for cause, pair in _pairs(before, after).items()
-    }
+    """Seconds of the critical path by cause: each timeline's shares times its step. Recompute counts as compute, since
+    a run does not time it apart."""
+    before, after = _path_s(predicted), _path_s(measured)
+    return _pairs(before, after) if before and after else {}
+
+
+def _path_s(timeline: Timeline) -> dict[str, float]:
+    shares = dict(timeline.info.critical_path or {})
+    if shares:
+        recompute = shares.pop(Cause.RECOMPUTE.value, 0.0)
+        shares[Cause.COMPUTE.value] = shares.get(Cause.COMPUTE.value, 0.0) + recompute
+    step_s = timeline.step_time_ns / NS_PER_S
+    return {cause: share * step_s for cause, share in shares.items()}
 
 
 def _device(gpu: str) -> str:

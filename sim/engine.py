@@ -24,7 +24,7 @@ from .durations import CostDurations, Demands, Durations, Flow, forward_share, u
 from .errors import DoesNotFit, PlanError, ScheduleError, Stalled
 from .fluid import Fluid, whole_ns
 from .machine import Machine
-from .replay import StepTimes
+from .replay import StepTimes, in_sequence
 from .schedule import Schedule
 from .timeline import Timeline, TimelineInfo
 
@@ -68,7 +68,7 @@ def simulate(
         critical_path=critical_path(schedule, step, lambda task: forward_share(task, costs)),
         provenance={where.value: count for where, count in costs.tally(used_durations(schedule.tasks)).items()},
     )
-    return Timeline.from_times(schedule, info, [_later(step, k * step.duration_ns) for k in range(steps)])
+    return Timeline.from_times(schedule, info, in_sequence([step] * steps))
 
 
 def run_step(schedule: Schedule, demands: Demands) -> StepTimes:
@@ -98,10 +98,6 @@ def _check(schedule: Schedule, trace: Trace, machine: Machine) -> None:
     cap = machine.host.memory_bytes
     if cap is not None and schedule.memory.host_peak_bytes > cap:
         raise DoesNotFit(None, layers, "the store and the planned buffers", schedule.memory.host_peak_bytes, cap)
-
-
-def _later(step: StepTimes, by_ns: int) -> StepTimes:
-    return StepTimes([time + by_ns for time in step.start_ns], [time + by_ns for time in step.end_ns])
 
 
 class _Run:

@@ -44,6 +44,24 @@ class StepTimes:
         return max(self.end_ns, default=0) - min(self.start_ns, default=0)
 
 
+def in_sequence(steps: Iterable[StepTimes]) -> list[StepTimes]:
+    """Isolated steps as a timeline has them: one after the other, each beginning where the one before it ended."""
+    placed: list[StepTimes] = []
+    begin = 0
+    for step in steps:
+        by_ns = begin - min(step.start_ns, default=0)
+        placed.append(
+            StepTimes(
+                start_ns=[time + by_ns for time in step.start_ns],
+                end_ns=[time + by_ns for time in step.end_ns],
+                copied_bytes=step.copied_bytes,
+                memory=None if step.memory is None else [m._replace(time_ns=m.time_ns + by_ns) for m in step.memory],
+            )
+        )
+        begin += step.duration_ns
+    return placed
+
+
 def replay_times(schedule: Schedule, duration_ns: Sequence[int]) -> StepTimes:
     """Times when every task lasts ``duration_ns[id]`` and starts as soon as its predecessors have ended.
 

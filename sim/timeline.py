@@ -33,8 +33,9 @@ class TimelineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What a timeline is of, and what the plan promised.
 
     ``steps`` counts all recorded steps, the first ``warmup_steps`` of which no figure uses. ``critical_path`` gives
-    shares by cause, and ``provenance`` how many durations of the trace came from where; both, and ``lower_bound_ns``,
-    only when simulated. ``notes`` holds whatever else the maker has to say, as plain JSON.
+    shares by cause, of the typical step; when measured, recompute counts as compute. ``provenance`` says how many
+    durations of the trace came from where; it and ``lower_bound_ns`` are there only when simulated. ``notes`` holds
+    whatever else the maker has to say, as plain JSON.
     """
 
     source: Source

@@ -121,7 +121,7 @@ def test_causes_are_shares_of_each_step() -> None:
     def with_causes(shown: Timeline, shares: dict[str, float]) -> Timeline:
         return Timeline(msgspec.structs.replace(shown.info, critical_path=shares), shown.frame, shown.memory)
 
-    predicted = with_causes(timeline(schedule), {"compute": 0.75, "swap_in": 0.25})
+    predicted = with_causes(timeline(schedule), {"compute": 0.5, "recompute": 0.25, "swap_in": 0.25})
     measured = with_causes(timeline(schedule, doubled, source="measured"), {"compute": 0.5, "idle": 0.5})
     causes = compare(predicted, measured).causes
     step = predicted.step_time_ns / 1e9

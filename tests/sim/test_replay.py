@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from sim.errors import ScheduleError
-from sim.replay import MemoryChange, StepTimes, host_peak, memory_changes, peak_by_gpu, peak_bytes, replay_times
+from sim.replay import (
+    MemoryChange,
+    StepTimes,
+    host_peak,
+    in_sequence,
+    memory_changes,
+    peak_by_gpu,
+    peak_bytes,
+    replay_times,
+)
 from sim.schedule import Schedule, TaskKind, TensorKind
 from tests.sim.handmade import Hand, one_gpu_schedule, plan
 
@@ -87,3 +96,12 @@ def test_the_hosts_peak_has_its_store() -> None:
     """Both boundary activations wait in the host while the weights of layer 1 come in."""
     schedule: Schedule = one_gpu_schedule()
     assert host_peak(schedule, replay_times(schedule, [task.bytes for task in schedule.tasks])) == 908 + 40
+
+
+def test_steps_in_sequence_begin_where_the_one_before_ended() -> None:
+    change = MemoryChange(7, 0, TensorKind.WEIGHT, 5)
+    placed = in_sequence([StepTimes([5, 6], [9, 8], copied_bytes=[1, 2], memory=[change]), StepTimes([0, 2], [2, 3])])
+    assert placed == [
+        StepTimes([0, 1], [4, 3], copied_bytes=[1, 2], memory=[change._replace(time_ns=2)]),
+        StepTimes([4, 6], [6, 7]),
+    ]
