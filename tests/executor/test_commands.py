@@ -1,0 +1,91 @@
+"""Commands that run models, as someone would type them one after the other."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from sim.cli import app
+from sim.machine_files import load_machine
+from sim.timeline import load_timeline
+from traces.files import load_trace
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def harmony(*words: str) -> Result:
+    return CliRunner().invoke(app, words, prog_name="harmony")
+
+
+def json_of(*words: str) -> Any:
+    result = harmony(*words, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_profile_simulate_run_compare() -> None:
+    profiled = json_of("profile", "mlp", "--microbatch", "1,2,4", "--repeats", "3", "--budget", "1", "-o", "t.json")
+    assert [entry["microbatch"] for entry in profiled["times"]] == [1, 2, 4]
+    assert load_trace("t.json").model == "mlp"
+
+    plan = ("--policy", "harmony-pp", "--minibatch", "8", "--u-fwd", "4", "--u-bwd", "2")
+    predicted = json_of("simulate", "t.json", "-m", "emulated", *plan, "--save-schedule", "s.json", "-o", "p.parquet")
+    run = ("run", "s.json", "--model", "mlp", "-m", "emulated", "--steps", "2", "-o", "m.csv")
+    measured = json_of(*run)
+    assert set(predicted) - {"lower_bound_s", "provenance"} <= set(measured)
+    assert (measured["source"], measured["steps"], measured["warmup_steps"]) == ("measured", 3, 1)
+    assert sum(measured["critical_path"].values()) == pytest.approx(1)
+    for key in ("plan", "swap_in_bytes", "swap_out_bytes", "p2p_bytes", "peak_memory_bytes"):
+        assert measured[key] == predicted[key]
+    assert len(measured["losses"]) == 3
+    assert all(map(math.isfinite, measured["losses"]))
+    starts, ends = (load_timeline("m.csv").frame.groupby("step")[name] for name in ("start_ns", "end_ns"))
+    assert list(starts.min())[1:] == list(ends.max())[:-1]
+
+    found = json_of("compare", "p.parquet", "m.csv")
+    difference = predicted["step_time_s"] - measured["step_time_s"]
+    assert found["step_time_error"] == pytest.approx(difference / measured["step_time_s"])
+    assert {pair["error"] for kind in found["tensor_kinds"].values() for pair in kind.values()} == {0.0}
+    again = json_of(*run[:-2])
+    assert again["losses"] == measured["losses"]
+
+
+def test_calibrate_writes_what_it_measured() -> None:
+    said = json_of("calibrate", "-o", "m.toml")
+    machine, described = load_machine("m.toml"), load_machine("emulated")
+    assert [gpu["bandwidth"] for gpu in said["gpus"]] == [gpu.bandwidth for gpu in machine.gpus]
+    assert machine.emulation == described.emulation
+    assert all(gpu.copy_overhead_ns > 0 for gpu in machine.gpus)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("profile", "gpt3", "-o", "t.json"), "there is no model 'gpt3'"),
+        (("calibrate", "-m", "4x1080ti", "-o", "m.toml"), "emulation"),
+        (("run", "none.json", "--model", "mlp", "-m", "emulated"), "none.json: no such file"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_message(words: tuple[str, ...], said: str) -> None:
+    refused = harmony(*words)
+    assert refused.exit_code == 1, refused.output
+    assert said in refused.stderr
+    assert refused.stdout == ""
+    assert not [path for path in Path().iterdir() if path.suffix != ".json"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_that_is_not_there_is_refused() -> None:
+    for words in (("profile", "mlp", "-o", "t.json"), ("calibrate", "-o", "m.toml")):
+        refused = harmony(*words, "--device", "cuda")
+        assert refused.exit_code == 1
+        assert "there is no CUDA device" in refused.stderr
