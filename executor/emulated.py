@@ -49,9 +49,7 @@ def nominal_machine(machine: Machine) -> Machine:
             "use the machine 'emulated', or add one"
         )
     replace = msgspec.structs.replace
-    links = tuple(
-        replace(link, bandwidth=emulation.links.get(link.name, link.bandwidth), latency_ns=0) for link in machine.links
-    )
+    links = tuple(replace(link, bandwidth=emulation.links[link.name], latency_ns=0) for link in machine.links)
     gpus = tuple(
         replace(gpu, bandwidth=emulation.gpu_bandwidth, p2p_bandwidth=emulation.p2p_bandwidth, copy_overhead_ns=0)
         for gpu in machine.gpus

@@ -2,21 +2,44 @@
 
 A copy is some *loads* (bytes over a route) that start together. Its real memcpy goes on in pieces, and after each piece
 it waits until its loads have got as far in the fluid; it ends when they have. Each wait aims at a time on the clock, so
-that overshooting does not add up. Copies that join only make others wake too early; copies that end wake the others.
+that overshooting does not add up: the time at which the copy is due, or at which another one will end, as rates change
+then. A copy that joins delays both, so the others wake too early, and look again.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from sim.fabric import Fabric, Route
 from sim.units import NS_PER_S
 
 from .devices import Aborted
+
+
+class Clock(Protocol):
+    """The time by which copies move."""
+
+    def now_ns(self) -> int:
+        """Now, from any origin."""
+
+    def wait(self, changed: threading.Condition, ahead_ns: float) -> None:
+        """Let time pass; return early when notified."""
+
+
+class RealClock:
+    """The clock of this process."""
+
+    def now_ns(self) -> int:
+        """``time.perf_counter_ns``."""
+        return time.perf_counter_ns()
+
+    def wait(self, changed: threading.Condition, ahead_ns: float) -> None:
+        """Sleep. Overshoots by some 80 µs."""
+        changed.wait(ahead_ns / NS_PER_S)
 
 
 class Load(NamedTuple):
@@ -36,10 +59,11 @@ Transit = tuple[_Flow, ...]
 
 
 class SharedLinks:
-    """The links of a fabric, used from many threads. ``clock_ns`` is the time by which copies move."""
+    """The links of a fabric, used from many threads."""
 
-    def __init__(self, fabric: Fabric, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
-        self._fabric, self._clock_ns = fabric, clock_ns
+    def __init__(self, fabric: Fabric, clock: Clock | None = None) -> None:
+        self._fabric = fabric
+        self._clock = clock or RealClock()
         self._fluid = fabric.fluid()
         self._changed = threading.Condition()
         self._closed = False
@@ -62,7 +86,7 @@ class SharedLinks:
     def start(self, loads: Sequence[Load]) -> Transit:
         """Put loads on the links, from now on."""
         with self._changed:
-            now = self._clock_ns()
+            now = self._clock.now_ns()
             transit = tuple(_Flow(next(self._numbers), load.bytes) for load in loads)
             for flow, load in zip(transit, loads, strict=True):
                 self._fluid.start(now, flow.number, load.route.resources, load.bytes, load.route.cap)
@@ -72,10 +96,10 @@ class SharedLinks:
         """When the last of a copy's loads will have got as far as ``share``, if no other copy starts or ends; a time
         that is not in the future if it has."""
         with self._changed:
-            return self._due_ns(transit, share, self._clock_ns())
+            return self._due_ns(transit, share, self._clock.now_ns())
 
     def end(self, transit: Transit) -> None:
-        """Forget a copy that is through; the others may go faster now."""
+        """Forget a copy that is through."""
         with self._changed:
             self._end(transit)
 
@@ -93,17 +117,17 @@ class SharedLinks:
 
     def _wait(self, transit: Transit, share: float) -> None:
         while not self._closed:
-            now = self._clock_ns()
-            ahead_ns = self._due_ns(transit, share, now) - now
-            if ahead_ns <= 0:
+            now = self._clock.now_ns()
+            due = self._due_ns(transit, share, now)
+            if due <= now:
                 return
-            self._changed.wait(ahead_ns / NS_PER_S)
+            next_end = self._fluid.next_finish()
+            self._clock.wait(self._changed, min(due, next_end[0] if next_end else due) - now)
         raise Aborted
 
     def _end(self, transit: Transit) -> None:
         for flow in transit:
             self._fluid.finished.pop(flow.number)
-        self._changed.notify_all()
 
     def _due_ns(self, transit: Transit, share: float, now: int) -> float:
         self._fluid.advance(now)

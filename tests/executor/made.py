@@ -1,0 +1,147 @@
+"""A quick emulated machine, small models, and traces of them with made-up times."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from executor.layers import LayerModel, LossFunction, decompose
+from sim.machine import Emulation, Gpu, Host, Link, Machine
+from traces.schema import Layer, Phase, SizeRow, TiedWeight, TimeRow, Trace
+
+WORKSPACE_BYTES = 2**20
+
+
+def machine(gpus: int = 1, *, memory_bytes: int = 2**30, p2p: bool = True, speed: float = 1.0) -> Machine:
+    """GPUs as fast as the CPU, on links that cost next to nothing."""
+    gpu = Gpu(name="0", memory_bytes=memory_bytes, bandwidth=1e11, link="root", p2p=p2p, speed=speed)
+    return Machine(
+        name="quick",
+        host=Host(memory_bytes=None, dram_bandwidth=1e11, cores=2),
+        gpus=(gpu,),
+        links=(Link(name="root", bandwidth=1e11),),
+        emulation=Emulation(pace=1, gpu_bandwidth=1e11, links={"root": 1e11}),
+    ).with_gpus(gpus)
+
+
+def trace_of(
+    model: LayerModel,
+    batch: Callable[[int], tuple[Tensor, Tensor]],
+    *,
+    state_tensors: int = 2,
+    microbatches: Sequence[int] = (1, 2, 3, 4, 8),
+    workspace_bytes: int = WORKSPACE_BYTES,
+) -> Trace:
+    """The model's true sizes, made-up times, and a workspace that suffices for all.
+
+    ``state_tensors`` is how many the optimizer keeps in each parameter's shape.
+    """
+    tied = {group.name: group for group in model.tied}
+    layers = []
+    for index, layer in enumerate(model.layers):
+        owned = sum(named.tensor.nbytes for named in model.owned(index).values())
+        layers.append(
+            Layer(
+                name=layer.name,
+                kind=layer.kind,
+                weight_bytes=layer.weight_bytes,
+                gradient_bytes=layer.gradient_bytes,
+                optimizer_state_bytes=state_tensors * owned,
+                buffer_bytes=layer.buffer_bytes,
+                trainable=bool(layer.trainable),
+                tied=tuple(
+                    TiedWeight(group=named.qualified, weight_bytes=named.tensor.nbytes)
+                    for named in layer.parameters.values()
+                    if named.qualified in tied
+                ),
+                changes_buffers=layer.changes_buffers,
+                cut_sensitive=layer.random or layer.changes_buffers,
+            )
+        )
+    boundaries, labels = _boundaries(model, batch)
+    sizes = [
+        SizeRow(
+            layer=index,
+            microbatch=u,
+            input_bytes=u * _sample_bytes(boundaries[index]),
+            output_bytes=u * _sample_bytes(boundaries[index + 1]),
+            input_gradient_bytes=u * _sample_bytes(boundaries[index]) if boundaries[index].is_floating_point() else 0,
+            saved_bytes=0,
+            workspace_bytes=workspace_bytes,
+            forward_workspace_bytes=workspace_bytes,
+        )
+        for index in range(len(model))
+        for u in microbatches
+    ]
+    times = [
+        TimeRow(layer=index, phase=phase, microbatch=0 if phase.is_update else u, duration_ns=1000)
+        for index in range(len(model))
+        for phase in Phase
+        for u in ((0,) if phase.is_update else microbatches)
+    ]
+    return Trace(
+        model="made",
+        device="cpu",
+        dtype="float64",
+        optimizer="any",
+        label_bytes_per_sample=_sample_bytes(labels),
+        layers=tuple(layers),
+        times=tuple(times),
+        sizes=tuple(sizes),
+    )
+
+
+def _boundaries(model: LayerModel, batch: Callable[[int], tuple[Tensor, Tensor]]) -> tuple[list[Tensor], Tensor]:
+    """x(0) … x(L) of one sample, and its label. x(L), the loss, counts as a sample."""
+    x, labels = batch(1)
+    boundaries = [x]
+    with torch.no_grad(), torch.random.fork_rng():
+        for layer in model.layers[:-1]:
+            x = _without_change(layer.module, x)
+            boundaries.append(x)
+        boundaries.append(model.layers[-1].module(x, labels).reshape(1))
+    return boundaries, labels
+
+
+def _without_change(module: nn.Module, x: Tensor) -> Tensor:
+    output: Tensor = copy.deepcopy(module).eval()(x)
+    return output
+
+
+def _sample_bytes(tensor: Tensor) -> int:
+    return tensor.nbytes // len(tensor)
+
+
+def mlp(widths: Sequence[int] = (6, 10, 7, 9, 5), *, seed: int = 0, dropout: float = 0.0) -> nn.Sequential:
+    """Linear layers in float64, each a layer of its own, with ReLU between them."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for into, out in pairwise(widths):
+        layers.append(nn.Linear(into, out, dtype=torch.float64))
+        layers.append(nn.Tanh())
+        if dropout:
+            layers.append(nn.Dropout(dropout))
+    return nn.Sequential(*layers)
+
+
+def vectors(features: int = 6, classes: int = 5) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Batches for :func:`mlp`: (samples, seed) → inputs [n, features] in float64, labels [n]."""
+
+    def batch(samples: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        inputs = torch.randn(samples, features, dtype=torch.float64, generator=generator)
+        return inputs, torch.randint(classes, (samples,), generator=generator)
+
+    return batch
+
+
+def mse(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.mse_loss(outputs, targets)
+
+
+def split(model: nn.Module, loss_fn: LossFunction = nn.functional.cross_entropy) -> LayerModel:
+    return decompose(model, loss_fn)
