@@ -13,6 +13,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import simpy
+from msgspec.structs import replace
 
 from traces.costs import Costs
 from traces.schema import Trace
@@ -52,18 +53,8 @@ def simulate(
     _check(schedule, trace, machine)
     demands = Demands(machine, durations or CostDurations(costs, machine, schedule.plan.gpus), schedule.plan.gpus)
     step = run_step(schedule, demands)
-    info = TimelineInfo(
-        source="simulated",
-        model=schedule.model,
-        machine=machine.name,
-        plan=schedule.plan,
-        layers=schedule.layers,
-        steps=steps,
-        warmup_steps=0,
-        gpu_planned_peak_bytes=schedule.memory.gpu_peak_bytes,
-        gpu_cap_bytes=schedule.memory.gpu_cap_bytes,
-        host_planned_peak_bytes=schedule.memory.host_peak_bytes,
-        host_store_bytes=schedule.memory.host_store_bytes,
+    info = replace(
+        TimelineInfo.of(schedule, machine.name, "simulated", steps=steps),
         lower_bound_ns=bound_ns(schedule, demands),
         critical_path=critical_path(schedule, step, lambda task: forward_share(task, costs)),
         provenance={where.value: count for where, count in costs.tally(used_durations(schedule.tasks)).items()},

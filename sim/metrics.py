@@ -176,6 +176,6 @@ def _total(copied: pd.DataFrame, kind: TaskKind) -> int:
 def _observed_peaks(timeline: Timeline) -> dict[int, int]:
     """The most bytes held at once, by GPU (:data:`HOST`: the host's buffers), as :func:`sim.replay.peak_bytes` does."""
     moments = timeline.memory.groupby(["gpu", "step", "time_ns"])["delta_bytes"].sum()
-    held = moments.groupby(["gpu", "step"]).cumsum()
+    held = moments.groupby("gpu").cumsum()
     peaks = held.groupby("gpu").max().reset_index()
     return dict(zip(peaks["gpu"].tolist(), peaks["delta_bytes"].tolist(), strict=True))

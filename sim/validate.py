@@ -41,7 +41,7 @@ def validate(schedule: Schedule, trace: Trace | None = None) -> None:
     faults = chain(faults, pass_faults(schedule), update_faults(schedule, costs))
     if not places and not numbers:
         surely = HappensBefore(schedule)
-        faults = chain(faults, order_faults(schedule, surely, costs), memory_faults(schedule, surely))
+        faults = chain(faults, order_faults(schedule, surely), memory_faults(schedule, surely))
         faults = chain(faults, home_faults(schedule, surely, costs))
         if costs is not None:
             faults = chain(faults, byte_faults(schedule, costs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from traces.costs import Costs
@@ -43,11 +43,6 @@ class Passes:
             if entries[at][0][1] > samples[0]:
                 yield entries[at][1]
             at += 1
-
-    def tasks(self, layers: Iterable[int]) -> list[Task]:
-        """All tasks of these layers, each once, in the total order."""
-        found = {task.id: task for layer in layers for _, task in self.by_layer[layer]}
-        return [found[number] for number in sorted(found)]
 
 
 def pass_faults(schedule: Schedule) -> Iterator[str]:
@@ -108,17 +103,20 @@ def _update_copies(schedule: Schedule) -> dict[str, list[Task]]:
             return {"": updates}
 
 
-def order_faults(schedule: Schedule, surely: HappensBefore, costs: Costs | None) -> Iterator[str]:
-    """Work that may start before the work that it needs has ended."""
+def order_faults(schedule: Schedule, surely: HappensBefore) -> Iterator[str]:
+    """Work that may start before the work that it needs has ended.
+
+    A tied weight is owned by its first user, whose backward comes last; so nothing is said of the others.
+    """
     fused = fused_layers(schedule)
     forward, backward = Passes(schedule, TaskKind.FORWARD), Passes(schedule, TaskKind.BACKWARD)
     for task in schedule.tasks:
-        for before in _needed(task, forward, backward, fused, costs):
+        for before in _needed(task, forward, backward, fused):
             if not surely(before.id, task.id):
                 yield f"{task} may start before {before} has ended"
 
 
-def _needed(task: Task, forward: Passes, backward: Passes, fused: range, costs: Costs | None) -> list[Task]:
+def _needed(task: Task, forward: Passes, backward: Passes, fused: range) -> list[Task]:
     """Tasks whose results a forward, backward or update takes, in the total order."""
     needed: dict[int, Task] = {}
     samples = task.samples or (0, 0)
@@ -134,8 +132,7 @@ def _needed(task: Task, forward: Passes, backward: Passes, fused: range, costs: 
                 needed.update((t.id, t) for t in forward.overlapping(task.layer_first - 1, samples))
             needed.update((t.id, t) for layer in layers for t in forward.overlapping(layer, samples))
         case TaskKind.UPDATE:
-            tied = {user for layer in layers for user in costs.tied_partners(layer)} if costs else set()
-            needed.update((t.id, t) for t in backward.tasks({*layers, *tied}))
+            needed.update((t.id, t) for layer in layers for _, t in backward.by_layer[layer])
         case _:
             pass
     return [needed[number] for number in sorted(needed)]

@@ -276,6 +276,14 @@ def test_memory_beyond_the_plan_is_an_error_that_names_task_and_bytes() -> None:
         simulate(replace(schedule, memory=tight), tiny_trace(), machine())
 
 
+def test_buffers_left_at_the_end_are_an_error() -> None:
+    hand = Hand()
+    weight = hand.buffer(WEIGHT, 0, 10)
+    hand.task(TaskKind.SWAP_IN, tensor_kind=WEIGHT, bytes=10, writes=(weight,), allocates=(weight,))
+    with pytest.raises(ScheduleError, match="never freed: buffer 0"):
+        spans(hand.schedule(), machine())
+
+
 # Against an independent evaluation.
 
 LANES = [(TaskKind.FORWARD, g) for g in (0, 1)] + [

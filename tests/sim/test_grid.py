@@ -89,6 +89,13 @@ def test_long_schedules_wrap_and_are_cut() -> None:
     )
 
 
+@pytest.mark.parametrize(("width", "columns"), [(41, 5), (42, 6)])
+def test_a_block_is_as_wide_as_fits(width: int, columns: int) -> None:
+    """Fourteen characters of names; then a column of two and others of four, each after a blank."""
+    header = grid(one_gpu_schedule(), width=width).splitlines()[0]
+    assert header.split() == ["slot", *map(str, range(columns))]
+
+
 def test_a_narrow_page_still_shows_a_column_a_block() -> None:
     assert grid(one_gpu_schedule(), width=1, max_slots=3).count("slot  ") == 3
 

@@ -77,6 +77,12 @@ def test_what_is_freed_at_a_moment_makes_room_for_what_comes_then(lengths: list[
     assert peak_by_gpu(schedule, replay_times(schedule, lengths)) == (peak,)
 
 
+def test_the_order_within_a_moment_does_not_matter() -> None:
+    stash = TensorKind.STASH
+    changes = [MemoryChange(0, 0, stash, 10), MemoryChange(5, 0, stash, 20), MemoryChange(5, 0, stash, -10)]
+    assert peak_bytes(changes) == peak_bytes([changes[0], changes[2], changes[1]]) == {0: 20}
+
+
 def test_peaks_are_kept_apart_by_device() -> None:
     changes = [
         MemoryChange(0, 0, TensorKind.DATA, 5),

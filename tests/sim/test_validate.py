@@ -15,7 +15,8 @@ from sim.plan import Policy
 from sim.schedule import Lane, Schedule, Task, TaskKind, TensorKind
 from sim.validate import validate
 from tests.sim.handmade import Hand, one_gpu_schedule, paged, plan, tiny_trace
-from traces.synthetic import uniform_trace, with_frozen, with_tied
+from traces.schema import Trace
+from traces.synthetic import uniform_trace, with_frozen
 
 SOUND = one_gpu_schedule()
 
@@ -213,32 +214,32 @@ def test_dp_swap_updates_every_gpus_own_copy() -> None:
     expect(replace(schedule, tasks=(*schedule.tasks[:5], again)), "layer 0 is updated 2 times on gpu 0")
 
 
-def test_frozen_layers_need_no_update_and_tied_ones_wait_for_all_their_users() -> None:
-    def three_layers(waits: tuple[int, ...], *, layers: Iterable[int]) -> Schedule:
-        hand = Hand(plan(minibatch=1, packs_fwd=((0, 1),), packs_bwd=((0, 1), (2, 2))), layers=3)
-        hand.task(TaskKind.FORWARD, (0, 1), samples=(0, 1))
-        hand.task(TaskKind.BACKWARD, 2, samples=(0, 1))
-        hand.task(TaskKind.BACKWARD, (0, 1), samples=(0, 1))
-        for layer in layers:
-            hand.task(TaskKind.UPDATE, layer, gpu=None, waits_for=waits)
-        return replace(hand.schedule(gpu_peak=0, host_peak=0), model="uniform-3")
+def test_frozen_layers_need_no_update() -> None:
+    hand = Hand(plan(minibatch=1, packs_fwd=((0, 1),), packs_bwd=((0, 1), (2, 2))), layers=3)
+    hand.task(TaskKind.FORWARD, (0, 1), samples=(0, 1))
+    hand.task(TaskKind.BACKWARD, 2, samples=(0, 1))
+    hand.task(TaskKind.BACKWARD, (0, 1), samples=(0, 1))
+    schedule = replace(hand.schedule(gpu_peak=0, host_peak=0), model="uniform-3")
 
-    def work_faults(schedule: Schedule, trace: Any) -> list[str]:
+    def never_updated(trace: Trace) -> list[str]:
         with pytest.raises(ScheduleError) as caught:
             validate(schedule, trace)
-        return [fault for fault in caught.value.faults if "workspace" not in fault and "store" not in fault]
+        return of_kind(caught.value.faults, "never updated")
 
-    trace = uniform_trace(3)
-    assert work_faults(three_layers((2,), layers=[0]), with_frozen(trace, [1])) == []
-    assert len(work_faults(three_layers((2,), layers=[0]), trace)) == 1
-    assert work_faults(three_layers((1,), layers=[0, 1]), with_tied(trace, (0, 1), 8)) == [
-        f"update {layer} on host update (task {3 + layer}) may start before "
-        "backward 0-1 on gpu 0 compute (task 2) has ended"
-        for layer in (0, 1)
-    ]
-    tied_to_the_loss = with_tied(trace, (1, 2), 8)
-    late = three_layers((2,), layers=[0, 1])
-    assert work_faults(late, tied_to_the_loss) == []
+    trace = uniform_trace(3, weight_bytes=8)
+    assert never_updated(trace) == [f"layer {layer} has 8 B to update and is never updated" for layer in (0, 1)]
+    assert never_updated(with_frozen(trace, [1])) == ["layer 0 has 8 B to update and is never updated"]
+
+
+def test_a_backward_waits_for_every_forward_of_its_samples() -> None:
+    """The forward takes samples 0 and 1 at once; the backward of sample 1 alone is on another GPU."""
+    hand = Hand(paged(gpus=2), layers=1)
+    hand.task(TaskKind.FORWARD, gpu=0, samples=(0, 2))
+    hand.task(TaskKind.BACKWARD, gpu=0, samples=(0, 1))
+    hand.task(TaskKind.BACKWARD, gpu=1, samples=(1, 2))
+    assert faults(hand.schedule(gpu_peak=0, host_peak=0)) == (
+        "backward 0 on gpu 1 compute (task 2) may start before forward 0 on gpu 0 compute (task 0) has ended",
+    )
 
 
 def test_work_in_the_wrong_order() -> None:

@@ -63,6 +63,7 @@ def test_copies_through_host_buffers_do_not_touch_the_store() -> None:
     replica = hand.buffer(GRADIENT, 0, 8, gpu=None)
     hand.task(TaskKind.SWAP_OUT, tensor_kind=GRADIENT, writes=(replica,))
     hand.task(TaskKind.REDUCE, gpu=None, tensor_kind=GRADIENT, reads=(replica,))
+    hand.task(TaskKind.SWAP_IN, tensor_kind=GRADIENT, reads=(replica,))
     assert faults(hand.schedule()) == []
 
 

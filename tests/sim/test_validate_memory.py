@@ -111,6 +111,23 @@ def test_a_place_taken_before_it_is_free() -> None:
     ]
 
 
+@pytest.mark.parametrize(("offset", "size"), [(10, 20), (80, 20), (0, 1), (99, 1)])
+def test_a_place_that_was_taken_again_in_its_middle(offset: int, size: int) -> None:
+    """Weights at 0-99 go; a small buffer comes at 40-59; then another over what is left of the weights' place."""
+    hand = Hand()
+    places = [(0, 100), (40, 20), (offset, size)]
+    made = [hand.buffer(TensorKind.WEIGHT, 0, length, offset=start) for start, length in places]
+    for buffer in made:
+        hand.task(TaskKind.SWAP_IN, tensor_kind=TensorKind.WEIGHT, writes=(buffer,), allocates=(buffer,))
+    for buffer in made:
+        hand.task(
+            TaskKind.SWAP_OUT, tensor_kind=TensorKind.WEIGHT, waits_for=(buffer,), reads=(buffer,), frees=(buffer,)
+        )
+    found = faults(hand.schedule(gpu_peak=100, host_peak=0))
+    assert [fault for fault in found if f"over {describe(hand.buffers[0])}" in fault] == found
+    assert len(found) == 2
+
+
 def test_peaks_and_caps() -> None:
     assert faults(with_memory(gpu_peak_bytes=(859,))) == [
         "the planned peak of gpu 0 is 859 B, its buffers end at 860 B"
