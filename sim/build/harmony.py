@@ -32,15 +32,15 @@ def build_harmony(plan: HarmonyPlan, costs: Costs, machine: Machine) -> Schedule
     while True:
         draft = add_transfers(plan, costs, steps, ahead)
         assign_lifetimes(draft)
-        try:
-            offsets, peaks = place(draft, caps)
+        placed = place(draft, caps, {group for group, allowed in ahead.items() if allowed is Ahead.NOTHING})
+        if not placed.refusals:
             break
-        except GroupDoesNotFit as refusal:
-            if not _relax(ahead, groups, refusal):
-                raise
+        relaxed = [_relax(ahead, groups, refusal) for refusal in _first_of_each_group(placed.refusals)]
+        if not any(relaxed):
+            raise placed.refusals[0]
     store = store_bytes(costs, plan.minibatch, copies=1)
     memory = MemoryPlan(
-        gpu_peak_bytes=peaks,
+        gpu_peak_bytes=placed.peaks,
         gpu_cap_bytes=caps,
         host_store_bytes=store,
         host_peak_bytes=store + count_host(draft, plan.gpus),
@@ -49,7 +49,13 @@ def build_harmony(plan: HarmonyPlan, costs: Costs, machine: Machine) -> Schedule
     if memory.host_cap_bytes is not None and memory.host_peak_bytes > memory.host_cap_bytes:
         what = f"model state ({store} B), data and stash"
         raise DoesNotFit(None, (0, costs.layer_count - 1), what, memory.host_peak_bytes, memory.host_cap_bytes)
-    return finish(draft, model=costs.trace.model, plan=plan, layers=costs.layer_count, memory=memory, offsets=offsets)
+    return finish(
+        draft, model=costs.trace.model, plan=plan, layers=costs.layer_count, memory=memory, offsets=placed.offsets
+    )
+
+
+def _first_of_each_group(refusals: Sequence[GroupDoesNotFit]) -> list[GroupDoesNotFit]:
+    return list({(refusal.gpu, refusal.group): refusal for refusal in reversed(refusals)}.values())
 
 
 def _relax(ahead: dict[int, Ahead], groups: Sequence[Group], refusal: GroupDoesNotFit) -> bool:

@@ -1,14 +1,15 @@
 """Memory pass: where every buffer lies, and which frees each allocation has to wait for.
 
 GPU buffers of Harmony plans are *placed*: at its point of the total order an allocation takes the first hole that
-fits, and waits for the tasks that freed that hole. So no timing can exceed the plan, and nothing can deadlock. What
-lives for a whole group (weights, gradients, state) is placed from the bottom of the arena, what lives for a microbatch
-from its top: mixed, the small and short-lived would leave no hole for the next weights::
+fits, and waits for the tasks that freed that hole. So no timing can exceed the plan, and nothing can deadlock. Tensors
+between layers, many and alike in size, are placed from the top of the arena, all else from its bottom: mixed, they
+would leave no hole for the next weights or workspace::
 
-    0  │ weights │ gradient │ next weights →      …      ← input │ output │ workspace │ cap
+    0  │ weights │ gradient │ next weights │ workspace →      …      ← input │ output │ next input │  cap
 
 A hole that was freed only just now, on another lane, would make the allocating task wait for its neighbour and undo
-double buffering. Such holes are taken only when no other fits; double buffering thus happens as memory allows.
+double buffering. Such holes are taken only when no other fits. Skipping them costs room, so groups that are *tight* do
+not: double buffering happens as memory allows.
 
 Buffers of paged plans and of the host are *counted*: see :func:`count_pages` and :func:`count_host`.
 """
@@ -16,7 +17,7 @@ Buffers of paged plans and of the host are *counted*: see :func:`count_pages` an
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ..errors import DoesNotFit
@@ -26,7 +27,7 @@ from .draft import Draft, Entry
 ALIGNMENT = 256
 """Offsets are multiples of this many bytes, so that tensors of any dtype can lie there."""
 
-_LASTING = frozenset({TensorKind.WEIGHT, TensorKind.BUFFER, TensorKind.GRADIENT, TensorKind.OPTIMIZER_STATE})
+_FROM_TOP = frozenset({TensorKind.DATA, TensorKind.STASH, TensorKind.ACTIVATION, TensorKind.ACTIVATION_GRADIENT})
 
 
 class GroupDoesNotFit(DoesNotFit):
@@ -54,13 +55,16 @@ class Arena:
     def __init__(self, cap: int) -> None:
         self._holes = [_Hole(0, cap // ALIGNMENT * ALIGNMENT, -1)]
 
-    def allocate(self, size: int, *, avoid_from: int, at_top: bool = False) -> tuple[int, list[int]] | None:
+    def allocate(
+        self, size: int, *, avoid_from: int | None = None, at_top: bool = False
+    ) -> tuple[int, list[int]] | None:
         """The lowest (``at_top``: highest) ``size`` free bytes: their offset, and the entries that freed them.
 
         Holes freed by entry ``avoid_from`` or later are used only if nothing else fits; None if nothing fits at all.
         """
         needed = _aligned(size)
-        return self._take(needed, at_top, avoid_from) or self._take(needed, at_top, None)
+        found = None if avoid_from is None else self._take(needed, at_top, avoid_from)
+        return found or self._take(needed, at_top, None)
 
     def free(self, offset: int, size: int, freer: int) -> None:
         """Give back an allocation, from entry ``freer`` on."""
@@ -102,24 +106,37 @@ class Arena:
         return sorted(freers - {-1})
 
 
-def place(draft: Draft, caps: Sequence[int]) -> tuple[list[int | None], tuple[int, ...]]:
-    """Place every GPU buffer. Returns the offsets (None for host buffers) and the highest end address per GPU.
+@dataclass(frozen=True)
+class Placement:
+    """Offsets of all buffers (None: not in a GPU's arena), the highest end address per GPU, and what found no room."""
 
-    Adds to each entry the frees it relies on. Raises GroupDoesNotFit when an allocation finds no hole.
+    offsets: list[int | None]
+    peaks: tuple[int, ...]
+    refusals: tuple[GroupDoesNotFit, ...]
+
+
+def place(draft: Draft, caps: Sequence[int], tight: Collection[int] = ()) -> Placement:
+    """Place every GPU buffer, and add to each entry the frees it relies on.
+
+    ``tight`` are the groups in which room counts for more than not waiting. A buffer that finds no hole is refused and
+    left out; the rest is placed all the same, so that one pass shows everything that is too large.
     """
     arenas = [Arena(cap) for cap in caps]
     held = [0] * len(caps)
     last_compute = [0] * len(caps)
     offsets: list[int | None] = [None] * len(draft.buffers)
+    refusals: list[GroupDoesNotFit] = []
     for index, entry in enumerate(draft.entries):
         for buffer in entry.allocates:
             gpu, size = draft.buffers[buffer].gpu, draft.buffers[buffer].bytes
             if gpu is None:
                 continue
-            at_top = draft.buffers[buffer].kind not in _LASTING
-            found = arenas[gpu].allocate(size, avoid_from=_recent(entry, last_compute[gpu]), at_top=at_top)
+            at_top = draft.buffers[buffer].kind in _FROM_TOP
+            avoid_from = None if entry.group in tight else _recent(entry, last_compute[gpu])
+            found = arenas[gpu].allocate(size, avoid_from=avoid_from, at_top=at_top)
             if found is None:
-                raise _no_room(draft, entry, buffer, held[gpu], caps[gpu])
+                refusals.append(_no_room(draft, entry, buffer, held[gpu], caps[gpu]))
+                continue
             offsets[buffer], freers = found
             entry.after.update(freers)
             held[gpu] += size
@@ -130,7 +147,8 @@ def place(draft: Draft, caps: Sequence[int]) -> tuple[list[int | None], tuple[in
                 held[gpu] -= size
         if entry.lane is Lane.COMPUTE and entry.gpu is not None:
             last_compute[entry.gpu] = index
-    return _without_gap(draft, offsets, caps)
+    offsets, peaks = _without_gap(draft, offsets, caps)
+    return Placement(offsets, peaks, tuple(refusals))
 
 
 def _without_gap(
@@ -141,17 +159,17 @@ def _without_gap(
     for buffer, offset in zip(draft.buffers, offsets, strict=True):
         if buffer.gpu is None or offset is None:
             continue
-        if buffer.kind in _LASTING:
-            bottom[buffer.gpu] = max(bottom[buffer.gpu], offset + _aligned(buffer.bytes))
-        else:
+        if buffer.kind in _FROM_TOP:
             top[buffer.gpu] = min(top[buffer.gpu], offset)
+        else:
+            bottom[buffer.gpu] = max(bottom[buffer.gpu], offset + _aligned(buffer.bytes))
     gaps = [max(0, high - low) for low, high in zip(bottom, top, strict=True)]
     peaks = [0] * len(caps)
     moved: list[int | None] = []
     for buffer, offset in zip(draft.buffers, offsets, strict=True):
         if buffer.gpu is not None and offset is not None:
-            offset -= 0 if buffer.kind in _LASTING else gaps[buffer.gpu]
-            peaks[buffer.gpu] = max(peaks[buffer.gpu], offset + buffer.bytes)
+            offset -= gaps[buffer.gpu] if buffer.kind in _FROM_TOP else 0
+            peaks[buffer.gpu] = max(peaks[buffer.gpu], offset + _aligned(buffer.bytes))
         moved.append(offset)
     return moved, tuple(peaks)
 

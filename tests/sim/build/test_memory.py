@@ -5,47 +5,46 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.build.draft import Draft, assign_lifetimes
-from sim.build.memory import ALIGNMENT, Arena, count_host, count_pages, place
+from sim.build.memory import ALIGNMENT, Arena, Placement, count_host, count_pages, place
 from sim.errors import DoesNotFit
 from sim.schedule import Lane, TaskKind, TensorKind
 
 UNIT = ALIGNMENT
-NEVER = 10**9
 
 
 def test_the_lowest_hole_that_fits_is_taken():
     arena = Arena(10 * UNIT)
-    assert arena.allocate(2 * UNIT, avoid_from=NEVER) == (0, [])
-    assert arena.allocate(3 * UNIT, avoid_from=NEVER) == (2 * UNIT, [])
-    assert arena.allocate(1 * UNIT, avoid_from=NEVER) == (5 * UNIT, [])
+    assert arena.allocate(2 * UNIT) == (0, [])
+    assert arena.allocate(3 * UNIT) == (2 * UNIT, [])
+    assert arena.allocate(1 * UNIT) == (5 * UNIT, [])
     arena.free(2 * UNIT, 3 * UNIT, freer=7)
     arena.free(0, 2 * UNIT, freer=4)
-    assert arena.allocate(3 * UNIT, avoid_from=NEVER) == (0, [4, 7])
+    assert arena.allocate(3 * UNIT) == (0, [4, 7])
 
 
 def test_from_the_top_the_highest_hole_that_fits_is_taken():
     arena = Arena(10 * UNIT)
-    assert arena.allocate(2 * UNIT, avoid_from=NEVER, at_top=True) == (8 * UNIT, [])
-    assert arena.allocate(UNIT, avoid_from=NEVER, at_top=True) == (7 * UNIT, [])
+    assert arena.allocate(2 * UNIT, at_top=True) == (8 * UNIT, [])
+    assert arena.allocate(UNIT, at_top=True) == (7 * UNIT, [])
     arena.free(8 * UNIT, 2 * UNIT, freer=3)
-    assert arena.allocate(UNIT, avoid_from=NEVER, at_top=True) == (9 * UNIT, [3])
-    assert arena.allocate(7 * UNIT, avoid_from=NEVER) == (0, [])
-    assert arena.allocate(2 * UNIT, avoid_from=NEVER) is None
+    assert arena.allocate(UNIT, at_top=True) == (9 * UNIT, [3])
+    assert arena.allocate(7 * UNIT) == (0, [])
+    assert arena.allocate(2 * UNIT) is None
 
 
 def test_an_allocation_waits_only_for_the_frees_it_lies_on():
     arena = Arena(4 * UNIT)
     for offset in range(4):
-        assert arena.allocate(UNIT, avoid_from=NEVER) == (offset * UNIT, [])
+        assert arena.allocate(UNIT) == (offset * UNIT, [])
     for offset in range(4):
         arena.free(offset * UNIT, UNIT, freer=10 + offset)
-    assert arena.allocate(UNIT, avoid_from=NEVER) == (0, [10])
-    assert arena.allocate(2 * UNIT, avoid_from=NEVER) == (UNIT, [11, 12])
+    assert arena.allocate(UNIT) == (0, [10])
+    assert arena.allocate(2 * UNIT) == (UNIT, [11, 12])
 
 
 def test_a_hole_freed_just_now_is_taken_only_if_nothing_else_fits():
     arena = Arena(3 * UNIT)
-    arena.allocate(UNIT, avoid_from=NEVER)
+    arena.allocate(UNIT)
     arena.free(0, UNIT, freer=5)
     assert arena.allocate(UNIT, avoid_from=5) == (UNIT, [])
     assert arena.allocate(UNIT, avoid_from=5) == (2 * UNIT, [])
@@ -59,7 +58,7 @@ def test_live_allocations_never_overlap_and_stay_inside(sizes, data):
     live: dict[int, tuple[int, int]] = {}
     freed: dict[int, int] = {}
     for index, size in enumerate(sizes):
-        found = arena.allocate(size, avoid_from=NEVER, at_top=data.draw(st.booleans()))
+        found = arena.allocate(size, at_top=data.draw(st.booleans()))
         if found is not None:
             offset, freers = found
             assert offset >= 0
@@ -91,18 +90,18 @@ def loads(sizes: list[int], gpu: int = 0) -> Draft:
 
 def test_the_second_weight_waits_for_the_first_ones_last_user_when_they_share_a_place():
     draft = loads([UNIT, UNIT])
-    offsets, peaks = place(draft, [UNIT])
-    assert offsets == [0, 0]
-    assert peaks == (UNIT,)
+    placed = place(draft, [UNIT])
+    assert placed == Placement([0, 0], (UNIT,), ())
     assert 1 in draft.entries[2].after
 
 
 def test_what_does_not_fit_is_refused_with_layer_bytes_and_cap():
     draft = loads([UNIT, 3 * UNIT])
-    with pytest.raises(DoesNotFit) as refusal:
-        place(draft, [2 * UNIT])
-    assert (refusal.value.gpu, refusal.value.layers, refusal.value.cap) == (0, (0, 0), 2 * UNIT)
-    assert str(3 * UNIT) in str(refusal.value)
+    placed = place(draft, [2 * UNIT])
+    assert placed.offsets == [0, None]
+    (refusal,) = placed.refusals
+    assert (refusal.gpu, refusal.layers, refusal.cap, refusal.group) == (0, (0, 0), 2 * UNIT, 3)
+    assert str(3 * UNIT) in str(refusal)
 
 
 def test_counted_allocations_wait_for_every_earlier_free_and_respect_the_cap():
@@ -136,7 +135,7 @@ def test_host_allocations_wait_for_just_enough_frees_to_keep_the_peak():
     assert 5 not in draft.entries[6].after
 
 
-def test_weights_lie_at_the_bottom_and_what_is_short_lived_right_above_what_they_reach():
+def test_tensors_between_layers_lie_right_above_what_all_else_reaches():
     draft = Draft()
     weight = draft.buffer(0, TensorKind.WEIGHT, (0, 0), 3 * UNIT)
     space = draft.buffer(0, TensorKind.WORKSPACE, (0, 0), 2 * UNIT)
@@ -144,6 +143,5 @@ def test_weights_lie_at_the_bottom_and_what_is_short_lived_right_above_what_they
     draft.add(TaskKind.SWAP_IN, (0, Lane.SWAP_IN), (0, 0), writes=[weight])
     draft.add(TaskKind.FORWARD, (0, Lane.COMPUTE), (0, 0), reads=[weight], writes=[space, small])
     assign_lifetimes(draft)
-    offsets, peaks = place(draft, [100 * UNIT])
-    assert offsets == [0, 4 * UNIT, 3 * UNIT]
-    assert peaks == (6 * UNIT,)
+    placed = place(draft, [100 * UNIT])
+    assert placed == Placement([0, 3 * UNIT, 5 * UNIT], (6 * UNIT,), ())
