@@ -54,6 +54,19 @@ class _Weights:
         return [buffer for buffer in (self.weight, self.buffer) if buffer is not None]
 
 
+class _HomeCopies:
+    """Copies from or to the home of module buffers, which forwards change. Those of the same layers stay in order."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Run, int]] = []
+
+    def add(self, run: Run, copy: int) -> None:
+        self._made.append((run, copy))
+
+    def touching(self, run: Run) -> list[int]:
+        return [copy for (first, last), copy in self._made if first <= run[1] and run[0] <= last]
+
+
 class _HostTensor:
     """x(l) or g(l) in dynamic host memory, piece by piece."""
 
@@ -86,6 +99,7 @@ class _Walk:
         self.arrived: dict[tuple[int, Need], int] = {}  # on a GPU, not yet consumed
         self.received: list[set[int]] = [set() for _ in range(plan.gpus)]  # of those, what other GPUs sent
         self.host: dict[tuple[TensorKind, int], _HostTensor] = {}
+        self.buffers_read, self.buffers_written = _HomeCopies(), _HomeCopies()
         self.weights_out: dict[int, int] = {}  # layer -> the copy of its updated weights
         self.runner = {(step.kind, step.group.pack_index): step.gpu for step in steps}  # pipelines: one GPU per pack
 
@@ -150,7 +164,11 @@ class _Walk:
             return buffer
         if buffer is None:
             buffer = self.draft.buffer(group.gpu, kind, group.pack, home_bytes(self.costs, kind, group.pack))
-        self._swap_in(group.gpu, Need(kind, run), buffer, size)
+        is_buffer = kind is TensorKind.BUFFER
+        after = self.buffers_written.touching(run) if is_buffer else []
+        copy = self._swap_in(group.gpu, Need(kind, run), buffer, size, after=after)
+        if is_buffer:
+            self.buffers_read.add(run, copy)
         return buffer
 
     def _fetch(self, step: Step, need: Need) -> bool:
@@ -181,8 +199,8 @@ class _Walk:
         microbatch: int | None = None,
         sources: Sequence[int] = (),
         after: Sequence[int] = (),
-    ) -> None:
-        self.draft.add(
+    ) -> int:
+        return self.draft.add(
             TaskKind.SWAP_IN, (gpu, Lane.SWAP_IN), need.run, samples=need.samples, microbatch=microbatch,
             tensor_kind=need.kind, size=size, reads=sources, writes=[buffer], after=after, group=self._group_on(gpu),
         )  # fmt: skip
@@ -319,7 +337,10 @@ class _Walk:
             return
         layers = self.costs.trace.layers
         for run in runs_where(group.pack, lambda layer: layers[layer].changes_buffers):
-            self._home_out(group, Need(TensorKind.BUFFER, run), self.weights[group.index].buffer)
+            after = self.buffers_read.touching(run)
+            copy = self._home_out(group, Need(TensorKind.BUFFER, run), self.weights[group.index].buffer, after)
+            if copy is not None:
+                self.buffers_written.add(run, copy)
 
     def _weights_home(self, group: Group, run: Run, buffer: int | None) -> None:
         """Copy updated weights out. Where later layers use them too, after those wrote back: theirs are out of date."""

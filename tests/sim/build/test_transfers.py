@@ -115,6 +115,7 @@ def test_module_buffers_come_in_with_the_weights_and_leave_once_after_the_forwar
     trace = replace(trace, layers=(trace.layers[0], norm, *trace.layers[2:]))
     for policy in (Policy.HARMONY_DP, Policy.HARMONY_PP):
         schedule = build(plan(policy=policy), trace, machine(2))
+        validate(schedule, trace)  # reads and writes of the home buffers are ordered, too
         copies = [(t.kind, t.gpu, t.bytes) for t in schedule.tasks if t.tensor_kind is TensorKind.BUFFER]
         replicas = 2 if policy is Policy.HARMONY_DP else 1
         assert copies.count((TaskKind.SWAP_OUT, 0, 800)) == 1
