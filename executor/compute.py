@@ -169,20 +169,20 @@ class _Skeleton:
         """
         changes = self._layer.changes_buffers
         buffers = {name: buffer.clone() for name, buffer in tensors.buffers.items()} if changes else tensors.buffers
-        versions = [buffer._version for buffer in buffers.values()]
+        versions = {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}
         try:
             _bind(self._weights, tensors.weights)
             _bind(self._buffers, buffers)
             output = self._module(*inputs)
-            after = [held[key] for (held, key), *_ in self._buffers.values()]
+            after = {name: held[key] for name, ((held, key), *_) in self._buffers.items()}
         finally:
             _bind(self._weights, self._unbound_weights)
             _bind(self._buffers, self._unbound_buffers)
         if changes and keep_buffers:
             with torch.no_grad():
-                for name, buffer in zip(self._buffers, after, strict=True):
+                for name, buffer in after.items():
                     tensors.buffers[name].copy_(buffer)
-        if not changes and versions != [buffer._version for buffer in after]:
+        if not changes and versions != {name: (id(buffer), buffer._version) for name, buffer in after.items()}:
             raise ModelError(
                 f"layer {self._layer.name} ({self._layer.kind}) changes its buffers, which only normalisation layers "
                 "of torch in training mode may; a repeated forward would change them twice"
