@@ -33,7 +33,7 @@ unit: venv
 	$(BIN)/python -m pytest -q tests/executor
 
 notebooks: venv
-	$(BIN)/python -m pytest -q --nbmake notebooks
+	$(BIN)/python -m pytest -q --timeout 600 --nbmake notebooks
 
 bench: venv
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done

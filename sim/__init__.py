@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .build import build as build
     from .chrome_trace import export_chrome as export_chrome
     from .compare import compare as compare
+    from .completion import build_choice as build_choice
     from .engine import simulate as simulate
     from .grid import grid as grid
     from .machine import Machine as Machine
@@ -69,6 +70,7 @@ _HOME = {
     "UpdateOn": "sim.plan",
     "Writeback": "sim.plan",
     "build": "sim.build",
+    "build_choice": "sim.completion",
     "compare": "sim.compare",
     "export_chrome": "sim.chrome_trace",
     "grid": "sim.grid",
