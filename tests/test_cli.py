@@ -17,7 +17,8 @@ from sim.grid import grid
 from sim.machine_files import load_machine
 from sim.plan import HarmonyPlan
 from sim.schedule_files import load_schedule, save_schedule
-from sim.timeline import load_timeline
+from sim.timeline import load_timeline, save_timeline
+from tests.sim.made_timelines import data_parallel, pipeline, timeline
 from traces.files import save_trace
 from traces.synthetic import uniform_trace
 
@@ -272,8 +273,8 @@ def test_steps_are_recorded() -> None:
 
 @pytest.fixture
 def timelines() -> tuple[str, str]:
-    succeed(*SIMULATE, "--minibatch", "2", "--policy", "harmony-pp", "-o", "a.parquet")
-    succeed(*SIMULATE, "--minibatch", "2", "--policy", "dp-swap", "-o", "b.parquet")
+    save_timeline(timeline(pipeline()), "a.parquet")
+    save_timeline(timeline(data_parallel()), "b.parquet")
     return "a.parquet", "b.parquet"
 
 
