@@ -51,7 +51,7 @@ def profile(
     optimizer: OptimizerFactory = adam,
     device: torch.device = _CPU,
     warmups: int = 1,
-    repeats: int = 9,
+    repeats: int = 21,
     budget_s: float = 60.0,
     progress: Progress = silent,
 ) -> Trace:
@@ -65,6 +65,8 @@ def profile(
     sizes = tuple(sorted(set(microbatches)))
     if not sizes or sizes[0] < 1:
         raise WorkloadError(f"microbatch sizes are {list(microbatches)}; give at least one, each 1 or more")
+    if repeats < 1:
+        raise WorkloadError(f"{repeats} repeats leave nothing to measure; give at least 1")
     with one_thread() if device.type == "cpu" else torch.cuda.device(device):
         return _Profiler(workload, sizes, optimizer, device).trace(warmups, repeats, budget_s, progress)
 

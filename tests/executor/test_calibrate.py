@@ -110,6 +110,10 @@ class TestMeasuredMachine:
         assert found.links[0].bandwidth == pytest.approx(20e9, rel=1e-3)
         assert found.links[0].both_directions is None
 
+    def test_a_link_that_nothing_fills_keeps_the_rate_it_is_said_to_have(self):
+        true = machine(gpu(10e9, link="uplink"), links=(Link(name="uplink", bandwidth=64e9),))
+        assert measured_machine(true, FabricClock(true)).links[0].bandwidth == 64e9
+
     def test_finds_both_levels_of_a_tree(self):
         links = (
             Link(name="root", bandwidth=15e9),

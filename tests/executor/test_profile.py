@@ -315,6 +315,10 @@ class TestRefusals:
         with pytest.raises(WorkloadError, match="microbatch sizes are"):
             profile(regression(nn.Sequential(nn.Linear(4, 2))), microbatches=sizes)
 
+    def test_no_repeats(self):
+        with pytest.raises(WorkloadError, match="0 repeats leave nothing"):
+            profile(regression(nn.Sequential(nn.Linear(4, 2))), microbatches=[1], repeats=0)
+
 
 @pytest.mark.parametrize(
     ("minibatch", "expected"),
