@@ -14,18 +14,19 @@ def machine_table(machines: Sequence[Machine]) -> Table:
     """One machine a row."""
     return Table(
         "Shipped machines",
-        ("machine", "GPUs", "usable memory each", "own link", "host memory", "what it is"),
+        ("machine", "what it is", "GPUs", "usable memory each", "own link", "host memory"),
         tuple(
             (
                 machine.name,
+                machine.description,
                 f"{len(machine.gpus)} x {machine.gpus[0].name}",
                 format_bytes(min(gpu.usable_bytes for gpu in machine.gpus)),
                 format_rate(min(gpu.bandwidth for gpu in machine.gpus)),
                 "unlimited" if machine.host.memory_bytes is None else format_bytes(machine.host.memory_bytes),
-                machine.description,
             )
             for machine in machines
         ),
+        words=2,
     )
 
 

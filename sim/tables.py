@@ -15,11 +15,13 @@ MISSING = "-"
 
 @dataclass(frozen=True)
 class Table:
-    """Cells already written as text, units included. The first column is left-aligned, the others right-aligned."""
+    """Cells already written as text, units included. The first ``words`` columns are left-aligned, as words are, the
+    others right-aligned."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    words: int = 1
 
     def __rich__(self) -> RenderableType:
         """The table as rich draws it."""
@@ -29,7 +31,7 @@ class Table:
 
         table = RichTable(title=self.title, title_justify="left", box=box.SIMPLE_HEAD)
         for index, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if index else "left", no_wrap=not index)
+            table.add_column(column, justify="left" if index < self.words else "right", no_wrap=not index)
         for row in self.rows:
             table.add_row(*(Text(cell) for cell in row))
         return table
@@ -38,7 +40,7 @@ class Table:
         """The table as a notebook shows it."""
 
         def line(cells: Iterable[str], tag: str) -> str:
-            sides = ("left", *["right"] * (len(self.columns) - 1))
+            sides = ["left"] * self.words + ["right"] * (len(self.columns) - self.words)
             return "".join(
                 f'<{tag} style="text-align: {side}">{escape(cell)}</{tag}>'
                 for cell, side in zip(cells, sides, strict=True)
