@@ -83,14 +83,13 @@ class Output:
     @contextmanager
     def progress(self) -> Iterator[ReportProgress]:
         """A progress bar on stderr, if that is a terminal."""
-        console = self._console(err=True)
-        if not console.is_terminal:
+        if not sys.stderr.isatty():
             yield _tell_nobody
             return
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, console=console, transient=True) as bar:
+        with Progress(*columns, console=self._console(err=True), transient=True) as bar:
             task = bar.add_task("", total=1.0)
 
             def report(share: float, what: str) -> None:
