@@ -132,8 +132,8 @@ def _candidates(
     stored, cap = store_bytes(costs, minibatch, copies=copies), machine.host.memory_bytes
     if cap is not None and stored > cap:
         what = f"{copies} x weights, gradients and optimizer state, and the data"
-        error = DoesNotFit(None, (0, costs.layer_count - 1), what, stored, cap)
-        refusals.add(policy, Reason.HOST, error, candidates.count)
+        miss = DoesNotFit(None, (0, costs.layer_count - 1), what, stored, cap)
+        refusals.add(policy, Reason.HOST, miss, candidates.count)
         return Candidates(0, [], candidates.notes)
     return candidates
 
