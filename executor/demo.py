@@ -41,9 +41,9 @@ from .run import run
 
 MODEL = "gpt2-demo"
 MACHINE = "emulated"
-MINIBATCH = 16
-LARGEST_MICROBATCH = 8
-"""Profiled sizes end here: on these GPUs no layer of the model fits with more."""
+MINIBATCH = 8
+MAX_SIMULATED = 60
+"""Plans simulated per policy; more would find next to nothing better here."""
 STEPS = 3
 WARMUP_STEPS = 1
 PROFILE_S = 25.0
@@ -77,12 +77,12 @@ def run_demo(output: Path, *, progress: Progress = silent) -> DemoReport:
         machine = calibrate(load_machine(MACHINE), DeviceKind.EMULATED, report)
         save_machine(machine, output / "machine.toml")
     with stages.stage(0.2, f"profiling {MODEL}") as report:
-        sizes = default_microbatches(LARGEST_MICROBATCH)
+        sizes = default_microbatches(MINIBATCH)
         trace = profile(load_workload(MODEL), microbatches=sizes, budget_s=PROFILE_S, progress=report)
         save_trace(trace, output / "trace.json")
-    with stages.stage(0.1, "searching schedules"):
-        harmony = _best(trace, machine, (Policy.HARMONY_DP, Policy.HARMONY_PP))
-        dp_swap = _best(trace, machine, (Policy.DP_SWAP,))
+    with stages.stage(0.1, "searching schedules") as report:
+        harmony = _best(trace, machine, (Policy.HARMONY_DP, Policy.HARMONY_PP), report)
+        dp_swap = _best(trace, machine, (Policy.DP_SWAP,), report)
     with stages.stage(0.1, "training with plain PyTorch") as report:
         workload = load_workload(MODEL)
         losses = plain_losses(workload, MINIBATCH, WARMUP_STEPS + STEPS, progress=report)
@@ -105,8 +105,9 @@ def run_demo(output: Path, *, progress: Progress = silent) -> DemoReport:
     return demo
 
 
-def _best(trace: Trace, machine: Machine, policies: tuple[Policy, ...]) -> Schedule:
-    schedule = search(trace, machine, MINIBATCH, policies=policies).best.schedule
+def _best(trace: Trace, machine: Machine, policies: tuple[Policy, ...], progress: Progress) -> Schedule:
+    found = search(trace, machine, MINIBATCH, policies=policies, max_simulated=MAX_SIMULATED, progress=progress)
+    schedule = found.best.schedule
     validate(schedule, trace)
     return schedule
 
