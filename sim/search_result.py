@@ -12,7 +12,7 @@ from .evaluate import Found
 from .plan import HarmonyPlan, Pack, PagedPlan, Plan, Policy
 from .refusals import Refusal
 from .schedule import Schedule
-from .tables import Table
+from .tables import MISSING, Table
 from .timeline import Timeline
 from .units import NS_PER_S, format_bytes, format_seconds
 
@@ -41,8 +41,9 @@ class Best:
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of the candidates. ``pruned`` cannot be among the top, ``left`` were not looked at for lack of budget;
-    a microbatch size of which no cut into packs fits counts as one that is ``infeasible``."""
+    """What became of the candidates. ``pruned`` cannot be among the top; ``left`` were not tried for lack of budget.
+    A microbatch size of which no cut into packs fits counts as one that is ``infeasible``.
+    """
 
     candidates: int = 0
     simulated: int = 0
@@ -64,8 +65,8 @@ class Counts:
 class SearchResult:
     """The outcome of a search.
 
-    ``top`` are the fastest of all policies, ``best_by_policy`` the fastest of each that has a plan which fits. No plan of
-    the space takes less than ``lower_bound_ns``: the least bound of those not simulated, or the best's time.
+    ``top`` are the fastest of all policies, ``best_by_policy`` the fastest of each that has a plan which fits. No plan
+    of the space takes less than ``lower_bound_ns``: the least bound of those not simulated, or the best's time.
     """
 
     best: Best
@@ -110,7 +111,7 @@ class SearchResult:
             (
                 describe(found.plan),
                 format_seconds(found.step_time_ns / NS_PER_S),
-                f"{found.plan.minibatch / found.step_time_ns * NS_PER_S:.3g}" if found.step_time_ns else "",
+                MISSING if (throughput := _throughput(found)) is None else f"{throughput:.3g}",
                 format_bytes(max(found.gpu_peak_bytes)),
                 format_bytes(found.swap_in_bytes),
                 format_bytes(found.swap_out_bytes),
@@ -165,6 +166,11 @@ def _count(packs: tuple[Pack, ...]) -> int:
     return len(packs)
 
 
+def _throughput(found: Found) -> float | None:
+    """Samples per second."""
+    return found.plan.minibatch / found.step_time_ns * NS_PER_S if found.step_time_ns else None
+
+
 def _found(found: Found) -> dict[str, Any]:
     """As ``Timeline.summary`` calls the same figures."""
     plan = msgspec.to_builtins(found.plan)
@@ -173,9 +179,7 @@ def _found(found: Found) -> dict[str, Any]:
         "policy": found.plan.policy.value,
         "plan": plan,
         "step_time_s": found.step_time_ns / NS_PER_S,
-        "throughput_samples_per_s": found.plan.minibatch / found.step_time_ns * NS_PER_S
-        if found.step_time_ns
-        else None,
+        "throughput_samples_per_s": _throughput(found),
         "peak_memory_bytes": list(found.gpu_peak_bytes),
         "host_peak_bytes": found.host_peak_bytes,
         "swap_in_bytes": found.swap_in_bytes,
