@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from .models import Workload, adam
 from .optimizer import OptimizerFactory
 from .reporting import Progress, silent
@@ -28,7 +30,7 @@ def plain_losses(
         update.zero_grad()
         outputs = workload.model(inputs)
         loss = workload.loss_fn(getattr(outputs, "logits", outputs), labels)
-        loss.backward()
+        torch.autograd.backward(loss)
         update.step()
         losses.append(float(loss.detach()))
     return tuple(losses)
