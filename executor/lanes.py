@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 from sim.schedule import LaneKey, Schedule, Task
@@ -87,9 +88,9 @@ class LaneRunner:
                 thread.start()
                 started.append(thread)
             self._devices.begin()
-            step.go.set()
+            step.start()
             if threads:
-                step.idle.wait()
+                step.idle.get()
         except BaseException:
             step.give_up()
             raise
@@ -107,20 +108,22 @@ class _Step:
 
     def __init__(self, tasks: int, lanes: int, devices: Devices, memory: Memory, perform: Perform, number: int) -> None:
         self.walked = Walked(tasks)
-        self.go = threading.Event()
-        self.idle = threading.Event()
         self.failure: TaskFailed | None = None
+        # The main thread may be interrupted at any point. An Event would then perhaps stay locked for ever, and the
+        # lanes with it; these queues are atomic.
+        self.idle: SimpleQueue[None] = SimpleQueue()
+        self._go: SimpleQueue[None] = SimpleQueue()
         self._devices, self._memory, self._perform, self._number = devices, memory, perform, number
         self._ended = [threading.Event() for _ in range(tasks)]
         self._given_up = False
-        self._busy = lanes
+        self._lanes = self._busy = lanes
         self._lock = threading.Lock()
 
     def walk(self, lane: LaneKey, queue: Queue, stops: list[_Stop]) -> None:
         """Run a lane's tasks. Body of its thread."""
         task = None
         try:
-            self.go.wait()
+            self._go.get()
             for task, others in stops:
                 for other in others:
                     self._ended[other].wait()
@@ -136,13 +139,18 @@ class _Step:
             with self._lock:
                 self._busy -= 1
                 if not self._busy:
-                    self.idle.set()
+                    self.idle.put(None)
+
+    def start(self) -> None:
+        """Let all lanes go."""
+        for _ in range(self._lanes):
+            self._go.put(None)
 
     def give_up(self) -> None:
         """Let all lanes stop at their next wait."""
         self._given_up = True
         self._devices.abort()
-        self.go.set()
+        self.start()
         for ended in self._ended:
             ended.set()
 
