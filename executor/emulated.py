@@ -1,8 +1,9 @@
 """Emulated GPUs: real tensors and real copies on the CPU, as slow as the machine's description says.
 
 All mathematics runs under one lock of the process. A task of mathematics then sleeps until it has lasted ``1 / speed``
-times the CPU time that it really took, so that a busy machine, or other emulated GPUs taking their turn, do not blur
-it. Copies are real, and share the nominal links of the machine's ``[emulation]`` part in real time.
+times the steady CPU time (``processor.py``) that it really took, so that a busy machine, or other emulated GPUs taking
+their turn, do not blur it. Copies are real, and share the nominal links of the machine's ``[emulation]`` part in real
+time.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import msgspec
@@ -26,6 +27,7 @@ from sim.units import NS_PER_S
 
 from .devices import Aborted, Copy, Mark, Overruns, T
 from .links import Load, SharedLinks
+from .processor import SteadyClock, quiet
 
 _MATHEMATICS = threading.Lock()
 """Held by whoever calculates: one emulated GPU at a time, in the whole process."""
@@ -65,6 +67,7 @@ class EmulatedDevices:
         self.links = SharedLinks(self.fabric)
         self._paces = [1 / gpu.speed for gpu in machine.gpus]
         self._host_pace = 1 / machine.host.speed
+        self._clock = SteadyClock()
         self._aborted = threading.Event()
         self._overruns = Overruns()
 
@@ -98,15 +101,9 @@ class EmulatedDevices:
         """A synchronous queue."""
         return EmulatedQueue(self, lane)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """One thread for each operator: threads of torch would contend with the other emulated GPUs'."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
+        return quiet()
 
     def begin(self) -> None:
         """Empty links, nothing aborted."""
@@ -127,20 +124,19 @@ class EmulatedDevices:
         self.links.close()
 
     def calculate(self, gpu: int | None, work: Callable[[], T]) -> T:
-        """Do ``work`` under the lock, and return when it has lasted its pace times its CPU time."""
+        """Do ``work`` under the lock, and return when it has lasted its pace times its steady CPU time."""
         started_ns = time.perf_counter_ns()
+        results: list[T] = []
         with _MATHEMATICS:
             if self._aborted.is_set():
                 raise Aborted
-            cpu_ns = -time.thread_time_ns()
-            result = work()
-            cpu_ns += time.thread_time_ns()
-            late_ns = time.perf_counter_ns() - started_ns - self._pace(gpu) * cpu_ns
+            due_ns = self._pace(gpu) * self._clock(lambda: results.append(work()))
+            late_ns = time.perf_counter_ns() - started_ns - due_ns
             if late_ns > 0:
                 self._overruns = Overruns(self._overruns.count + 1, self._overruns.total_ns + round(late_ns))
-        if late_ns < 0 and self._aborted.wait(self._left_s(started_ns, self._pace(gpu) * cpu_ns)):
+        if late_ns < 0 and self._aborted.wait(self._left_s(started_ns, due_ns)):
             raise Aborted
-        return result
+        return results[0]
 
     def _pace(self, gpu: int | None) -> float:
         return self._host_pace if gpu is None else self._paces[gpu]

@@ -25,8 +25,9 @@ from .layers import decompose
 from .models import Workload, adam
 from .optimizer import OptimizerFactory, PackOptimizer
 from .probe import Found, check_batch, probe
+from .processor import SteadyClock, quiet
 from .reporting import Progress, silent
-from .sampling import Clock, Sampled, cuda_clock, one_thread, sample, summarise, thread_clock, wall_clock
+from .sampling import Clock, Sampled, cuda_clock, sample, summarise, wall_clock
 from .sizes import LayerBytes, measure_sizes
 
 MEMBERS = 3
@@ -57,17 +58,17 @@ def profile(
 ) -> Trace:
     """Measure a workload at these microbatch sizes on a device. The model is not changed.
 
-    On the CPU, times are CPU time of one thread, updates on the "GPU" included; on CUDA they are the device's own, and
-    updates on the host what passes with all of torch's threads. Each duration is a median of up to ``repeats`` rounds:
-    as many as fit into ``budget_s`` seconds, but at least 3. Raises ModelError or WorkloadError for a model, loss or
-    batch that no schedule can run, naming the layer.
+    On the CPU, times are steady CPU time (``processor.py``) of one thread, updates on the "GPU" included; on CUDA they
+    are the device's own, and updates on the host what passes with all of torch's threads. Each duration is a median of
+    up to ``repeats`` rounds: as many as fit into ``budget_s`` seconds, but at least 3. Raises ModelError or
+    WorkloadError for a model, loss or batch that no schedule can run, naming the layer.
     """
     sizes = tuple(sorted(set(microbatches)))
     if not sizes or sizes[0] < 1:
         raise WorkloadError(f"microbatch sizes are {list(microbatches)}; give at least one, each 1 or more")
     if repeats < 1:
         raise WorkloadError(f"{repeats} repeats leave nothing to measure; give at least 1")
-    with one_thread() if device.type == "cpu" else torch.cuda.device(device):
+    with quiet() if device.type == "cpu" else torch.cuda.device(device):
         return _Profiler(workload, sizes, optimizer, device).trace(warmups, repeats, budget_s, progress)
 
 
@@ -85,8 +86,8 @@ class _Profiler:
             raise WorkloadError(f"{workload.name}: every parameter is frozen; there is nothing to train")
         self._optimizer = PackOptimizer(optimizer(trained))
         self._gpu = GpuModel(self._model)
-        self._clock: Clock = thread_clock if device.type == "cpu" else cuda_clock(device)
-        self._host_clock: Clock = thread_clock if device.type == "cpu" else wall_clock
+        self._clock: Clock = SteadyClock() if device.type == "cpu" else cuda_clock(device)
+        self._host_clock: Clock = self._clock if device.type == "cpu" else wall_clock
         generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[_index(device)]
         self._chance = Chance(generator, 0, 0, 0)
         self._tensors: dict[int, LayerTensors] = {}

@@ -1,15 +1,14 @@
 """Timing many pieces of work on a machine that others use too.
 
 All pieces are timed in turn, round after round, so that a slow spell meets all alike and not one of them. On the CPU
-a piece lasts the CPU time of its thread, which other processes' turns do not count towards; on CUDA, what the
+a piece lasts steady CPU time (``processor.py``), which other processes' turns do not count towards; on CUDA, what the
 device's events say.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from statistics import median, quantiles
 from typing import NamedTuple
 
@@ -28,13 +27,6 @@ class Sampled(NamedTuple):
 
     median_ns: int
     spread_ns: int
-
-
-def thread_clock(work: Callable[[], object]) -> int:
-    """CPU time of this thread. Right only for work that stays in it."""
-    started = time.thread_time_ns()
-    work()
-    return time.thread_time_ns() - started
 
 
 def wall_clock(work: Callable[[], object]) -> int:
@@ -61,17 +53,6 @@ def cuda_clock(device: torch.device) -> Clock:
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Operators of torch stay in their caller's thread, and are put back afterwards."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def sample(

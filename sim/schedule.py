@@ -7,7 +7,7 @@ memory never blocks and never exceeds the plan.
 
 Naming of tensors: an ``activation``, ``stash`` or ``data`` tensor of layer ``l`` is x(l), the input of that layer
 (``data`` of layer L, one past the last, are the labels); an ``activation_gradient`` of layer ``l`` is g(l), the
-gradient with respect to that input. Weights, buffers, gradients and optimizer state name the run of layers they belong to.
+gradient with respect to that input. Weights, buffers, gradients and optimizer state name the layers they belong to.
 """
 
 from __future__ import annotations

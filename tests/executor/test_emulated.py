@@ -10,6 +10,7 @@ import torch
 from executor import emulated
 from executor.devices import Aborted, Copy, Overruns
 from executor.emulated import EmulatedDevices, nominal_machine
+from executor.processor import YARDSTICK_NS, SteadyClock
 from sim.errors import MachineError
 from sim.machine import Emulation, Gpu, Host, Link, Machine
 from sim.schedule import Lane
@@ -40,7 +41,10 @@ def test_a_machine_without_emulation_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("gpu", "pace"), [(0, 4), (None, 2)])
-def test_mathematics_lasts_its_pace_times_its_cpu_time(gpu: int | None, pace: float) -> None:
+def test_mathematics_lasts_its_pace_times_its_steady_time(
+    gpu: int | None, pace: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("executor.emulated.SteadyClock", lambda: SteadyClock(lambda: YARDSTICK_NS // 2))
     queue = EmulatedDevices(machine()).queue((gpu, Lane.COMPUTE))
     spent_ns = 0
 
@@ -57,7 +61,7 @@ def test_mathematics_lasts_its_pace_times_its_cpu_time(gpu: int | None, pace: fl
     end = queue.mark()
     assert isinstance(start, int)
     assert isinstance(end, int)
-    assert end - start >= pace * spent_ns
+    assert end - start >= pace * 2 * spent_ns  # the processor is twice as fast as the nominal one
 
 
 def test_waiting_for_other_mathematics_counts_as_overrun_when_it_exceeds_the_pace() -> None:

@@ -206,7 +206,7 @@ class TestTimes:
             work()
             return 1_000 * next(ticks)  # 1000, 2000, …: forward and both together of a layer, then of the next
 
-        monkeypatch.setattr("executor.profile.thread_clock", clock)
+        monkeypatch.setattr("executor.profile.SteadyClock", lambda: clock)
         trace = quick(regression(nn.Sequential(nn.ReLU(), nn.Linear(4, 2))), 1)
         durations = {(row.phase, row.layer): row.duration_ns for row in trace.times}
         assert durations == {
