@@ -22,7 +22,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from sim.machine import HOST, Gpu, Host, Link, Machine
+from sim.hardware.machine import HOST, Gpu, Host, Link, Machine
 from sim.schedule import Lane, LaneKey, TaskKind
 from sim.units import NS_PER_S
 

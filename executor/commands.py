@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from sim.machine import Machine
-from sim.machine_files import load_machine
+from sim.hardware.files import load_machine
+from sim.hardware.machine import Machine
 from sim.schedule_files import load_schedule
-from sim.validate import validate
+from sim.validation.validate import validate
 from traces.schema import Trace
 
 from .calibrate import calibrate, cuda_machine

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sim.machine import Machine
+from sim.hardware.machine import Machine
 from sim.schedule import Lane, LaneKey
 
 from .devices import Copy, Mark, Overruns, Queue, T

@@ -14,18 +14,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sim.chrome_trace import export_chrome
-from sim.compare import compare
-from sim.engine import simulate
-from sim.machine import Machine
-from sim.machine_files import load_machine, save_machine
-from sim.pictures import lanes_picture, memory_picture, save_picture, swap_picture
+from sim.engine.simulate import simulate
+from sim.hardware.files import load_machine, save_machine
+from sim.hardware.machine import Machine
 from sim.plan import Policy
+from sim.planner.search import search
 from sim.schedule import Schedule
 from sim.schedule_files import save_schedule
-from sim.search import search
-from sim.timeline import Timeline, save_timeline
-from sim.validate import validate
+from sim.timelines.compare import compare
+from sim.timelines.timeline import Timeline, save_timeline
+from sim.validation.validate import validate
+from sim.views.chrome_trace import export_chrome
+from sim.views.pictures import lanes_picture, memory_picture, save_picture, swap_picture
 from traces.costs import Costs
 from traces.files import save_trace, write_atomically
 from traces.schema import Trace

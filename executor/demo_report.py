@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sim.compare import Comparison
-from sim.metrics import swap_in_bytes, swap_out_bytes
 from sim.tables import Table, signed_percent
-from sim.timeline import Timeline
+from sim.timelines.compare import Comparison
+from sim.timelines.metrics import swap_in_bytes, swap_out_bytes
+from sim.timelines.timeline import Timeline
 from sim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

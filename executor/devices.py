@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from sim.machine import Machine
+from sim.hardware.machine import Machine
 from sim.schedule import LaneKey
 
 T = TypeVar("T")

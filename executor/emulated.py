@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from sim.errors import MachineError
-from sim.fabric import Fabric, Route, ring_edge_bytes
-from sim.machine import Machine
+from sim.hardware.fabric import Fabric, Route, ring_edge_bytes
+from sim.hardware.machine import Machine
 from sim.schedule import Lane, LaneKey
 from sim.units import NS_PER_S
 

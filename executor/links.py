@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import NamedTuple, Protocol
 
-from sim.fabric import Fabric, Route
+from sim.hardware.fabric import Fabric, Route
 from sim.units import NS_PER_S
 
 from .devices import Aborted

@@ -8,12 +8,12 @@ from operator import attrgetter
 import torch
 from msgspec.structs import replace
 
-from sim.critical_path import critical_path
 from sim.errors import DoesNotFit
-from sim.machine import Machine
-from sim.replay import in_sequence
+from sim.hardware.machine import Machine
 from sim.schedule import Schedule
-from sim.timeline import Timeline, TimelineInfo
+from sim.timelines.critical_path import critical_path
+from sim.timelines.replay import in_sequence
+from sim.timelines.timeline import Timeline, TimelineInfo
 
 from .devices import DeviceKind, Overruns, open_devices
 from .layers import decompose

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sim.replay import MemoryChange, StepTimes
 from sim.schedule import Schedule, Task, TaskKind, TensorKind
+from sim.timelines.replay import MemoryChange, StepTimes
 
 from .calculations import Calculations, StepContext
 from .devices import Devices, Overruns, Queue

@@ -11,9 +11,7 @@ neither torch nor pandas::
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,16 +22,12 @@ if TYPE_CHECKING:
     from traces.files import shipped_traces as shipped_traces
     from traces.schema import Trace as Trace
 
-    from .build import build as build
-    from .chrome_trace import export_chrome as export_chrome
-    from .compare import compare as compare
-    from .completion import build_choice as build_choice
-    from .engine import simulate as simulate
-    from .grid import grid as grid
-    from .machine import Machine as Machine
-    from .machine_files import load_machine as load_machine
-    from .machine_files import save_machine as save_machine
-    from .machine_files import shipped_machines as shipped_machines
+    from .builders import build as build
+    from .engine.simulate import simulate as simulate
+    from .hardware.files import load_machine as load_machine
+    from .hardware.files import save_machine as save_machine
+    from .hardware.files import shipped_machines as shipped_machines
+    from .hardware.machine import Machine as Machine
     from .plan import HarmonyPlan as HarmonyPlan
     from .plan import PagedPlan as PagedPlan
     from .plan import Policy as Policy
@@ -41,55 +35,59 @@ if TYPE_CHECKING:
     from .plan import Residency as Residency
     from .plan import UpdateOn as UpdateOn
     from .plan import Writeback as Writeback
-    from .plan_choice import PlanChoice as PlanChoice
-    from .plots import plot_lanes as plot_lanes
-    from .plots import plot_memory as plot_memory
-    from .plots import plot_swap_bytes as plot_swap_bytes
+    from .planner.choice import PlanChoice as PlanChoice
+    from .planner.completion import build_choice as build_choice
+    from .planner.search import search as search
     from .schedule import Schedule as Schedule
     from .schedule_files import load_schedule as load_schedule
     from .schedule_files import save_schedule as save_schedule
-    from .search import search as search
-    from .timeline import Timeline as Timeline
-    from .timeline import load_timeline as load_timeline
-    from .timeline import save_timeline as save_timeline
-    from .validate import validate as validate
+    from .timelines.compare import compare as compare
+    from .timelines.timeline import Timeline as Timeline
+    from .timelines.timeline import load_timeline as load_timeline
+    from .timelines.timeline import save_timeline as save_timeline
+    from .validation.validate import validate as validate
+    from .views.chrome_trace import export_chrome as export_chrome
+    from .views.grid import grid as grid
+    from .views.plots import plot_lanes as plot_lanes
+    from .views.plots import plot_memory as plot_memory
+    from .views.plots import plot_swap_bytes as plot_swap_bytes
 
 _HOME = {
     "Costs": "traces.costs",
     "HarmonyError": "traces.errors",
     "HarmonyPlan": "sim.plan",
-    "Machine": "sim.machine",
+    "Machine": "sim.hardware.machine",
     "PagedPlan": "sim.plan",
-    "PlanChoice": "sim.plan_choice",
+    "PlanChoice": "sim.planner.choice",
     "Policy": "sim.plan",
     "Reduce": "sim.plan",
     "Residency": "sim.plan",
     "Schedule": "sim.schedule",
-    "Timeline": "sim.timeline",
+    "Timeline": "sim.timelines.timeline",
     "Trace": "traces.schema",
     "UpdateOn": "sim.plan",
     "Writeback": "sim.plan",
-    "build": "sim.build",
-    "build_choice": "sim.completion",
-    "compare": "sim.compare",
-    "export_chrome": "sim.chrome_trace",
-    "grid": "sim.grid",
-    "load_machine": "sim.machine_files",
+    "build": "sim.builders",
+    "build_choice": "sim.planner.completion",
+    "compare": "sim.timelines.compare",
+    "export_chrome": "sim.views.chrome_trace",
+    "grid": "sim.views.grid",
+    "load_machine": "sim.hardware.files",
     "load_schedule": "sim.schedule_files",
-    "load_timeline": "sim.timeline",
+    "load_timeline": "sim.timelines.timeline",
     "load_trace": "traces.files",
-    "plot_lanes": "sim.plots",
-    "plot_memory": "sim.plots",
-    "plot_swap_bytes": "sim.plots",
-    "save_machine": "sim.machine_files",
+    "plot_lanes": "sim.views.plots",
+    "plot_memory": "sim.views.plots",
+    "plot_swap_bytes": "sim.views.plots",
+    "save_machine": "sim.hardware.files",
     "save_schedule": "sim.schedule_files",
-    "save_timeline": "sim.timeline",
+    "save_timeline": "sim.timelines.timeline",
     "save_trace": "traces.files",
-    "search": "sim.search",
-    "shipped_machines": "sim.machine_files",
+    "search": "sim.planner.search",
+    "shipped_machines": "sim.hardware.files",
     "shipped_traces": "traces.files",
-    "simulate": "sim.engine",
-    "validate": "sim.validate",
+    "simulate": "sim.engine.simulate",
+    "validate": "sim.validation.validate",
 }
 """Public names, and the module that each comes from."""
 
@@ -107,15 +105,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME})
-
-
-class _Package(ModuleType):
-    """Keeps ``sim.search`` the function. Importing a submodule binds its name in the package; some submodules are named
-    after the function they hold, and whoever imported them first would otherwise hide it."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (isinstance(value, ModuleType) and name in _HOME):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-from sim.machine import Gpu, Host, Machine
+from sim.hardware.machine import Gpu, Host, Machine
 from sim.plan import HarmonyPlan, Pack, PagedPlan, Plan, Policy, Reduce, Residency, UpdateOn, Writeback
 from traces.schema import Trace
 from traces.synthetic import skewed_trace, with_tied

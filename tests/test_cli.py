@@ -12,12 +12,12 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from sim.cli import app
-from sim.grid import grid
-from sim.machine_files import load_machine
+from sim.cli.app import app
+from sim.hardware.files import load_machine
 from sim.plan import HarmonyPlan
 from sim.schedule_files import load_schedule, save_schedule
-from sim.timeline import load_timeline, save_timeline
+from sim.timelines.timeline import load_timeline, save_timeline
+from sim.views.grid import grid
 from tests.sim.made_timelines import data_parallel, pipeline, timeline
 from traces.files import save_trace
 from traces.synthetic import uniform_trace
@@ -98,7 +98,7 @@ def test_usage_errors_are_2_and_failures_1() -> None:
 
 
 def test_a_failure_is_one_message_without_a_traceback_in_a_real_process() -> None:
-    program = [sys.executable, "-c", "from sim.cli import main; main()", "machines", "4x1080tj"]
+    program = [sys.executable, "-c", "from sim.cli.app import main; main()", "machines", "4x1080tj"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stdout == ""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from executor.layers import LayerModel, LossFunction, decompose
-from sim.machine import Emulation, Gpu, Host, Link, Machine
+from sim.hardware.machine import Emulation, Gpu, Host, Link, Machine
 from traces.schema import Layer, Phase, SizeRow, TiedWeight, TimeRow, Trace
 
 WORKSPACE_BYTES = 2**20

@@ -7,8 +7,8 @@ import pytest
 from executor.calibrate import Transfer, calibrate, fit_copy_rate, measured_machine
 from executor.devices import DeviceKind
 from executor.errors import DeviceError
-from sim.fabric import Fabric, Route
-from sim.machine import Emulation, Gpu, Host, Link, Machine, NvLink
+from sim.hardware.fabric import Fabric, Route
+from sim.hardware.machine import Emulation, Gpu, Host, Link, Machine, NvLink
 from sim.schedule import TaskKind
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from sim.cli import app
-from sim.machine_files import load_machine
-from sim.timeline import load_timeline
+from sim.cli.app import app
+from sim.hardware.files import load_machine
+from sim.timelines.timeline import load_timeline
 from traces.files import load_trace
 
 

@@ -12,7 +12,7 @@ from executor.devices import Aborted, Copy, Overruns
 from executor.emulated import EmulatedDevices, nominal_machine
 from executor.processor import YARDSTICK_NS, SteadyClock
 from sim.errors import MachineError
-from sim.machine import Emulation, Gpu, Host, Link, Machine
+from sim.hardware.machine import Emulation, Gpu, Host, Link, Machine
 from sim.schedule import Lane
 from tests.executor import made
 

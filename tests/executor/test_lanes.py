@@ -12,7 +12,7 @@ from executor.devices import Aborted, Queue
 from executor.emulated import EmulatedDevices
 from executor.errors import OutOfArena, TaskFailed
 from executor.lanes import LaneRunner
-from sim.build import build
+from sim.builders import build
 from sim.schedule import Schedule, Task, TaskKind, TensorKind
 from tests.executor import made
 from tests.random_plans import random_case

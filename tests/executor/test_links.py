@@ -7,8 +7,8 @@ import pytest
 
 from executor.devices import Aborted
 from executor.links import Load, SharedLinks
-from sim.fabric import Fabric
-from sim.machine import Gpu, Host, Link, Machine
+from sim.hardware.fabric import Fabric
+from sim.hardware.machine import Gpu, Host, Link, Machine
 
 # An uplink of 1 B/ns, below which two GPUs could take 1 B/ns each.
 MACHINE = Machine(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from sim.machine import Gpu, Host, Machine
+from sim.hardware.machine import Gpu, Host, Machine
 from sim.plan import HarmonyPlan, PagedPlan, Plan, Policy
 from sim.schedule import Buffer, Interval, Lane, MemoryPlan, Schedule, Task, TaskKind, TensorKind
 from traces.schema import Layer, Phase, SizeRow, TimeRow, Trace

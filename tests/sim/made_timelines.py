@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sim.build import build
+from sim.builders import build
 from sim.plan import HarmonyPlan, PagedPlan, Plan, Policy
-from sim.replay import StepTimes, replay_times
 from sim.schedule import Schedule, TaskKind
-from sim.timeline import Source, Timeline, TimelineInfo
+from sim.timelines.replay import StepTimes, replay_times
+from sim.timelines.timeline import Source, Timeline, TimelineInfo
 from tests.sim.handmade import machine
 from traces.synthetic import uniform_trace
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from random_plans import random_case
 
-from sim.build import build
+from sim.builders import build
 from sim.schedule import Schedule
 
 TIMINGS = 1000

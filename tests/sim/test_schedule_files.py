@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from random_plans import random_case
 
-from sim.build import build
+from sim.builders import build
 from sim.errors import ScheduleError
 from sim.schedule_files import decode_schedule, encode_schedule, load_schedule, save_schedule
 from tests.sim.handmade import one_gpu_schedule

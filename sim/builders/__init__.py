@@ -1,0 +1,63 @@
+"""Builders: from a Plan, a Trace and a Machine to a Schedule.
+
+==================  ===================================================================================
+``harmony.py``      Harmony plans, by passes: ``order`` (place, order), ``transfers`` (with ``needs``
+                    and ``gradients``), ``memory``
+``baselines.py``    paged plans: a plain schedule run through ``paging``
+``draft.py``        what both write: entries in total order that become a Schedule
+==================  ===================================================================================
+"""
+
+from __future__ import annotations
+
+from traces.costs import Costs
+from traces.schema import Trace
+
+from ..errors import PlanError
+from ..hardware.machine import Machine
+from ..plan import HarmonyPlan, PagedPlan, Plan
+from ..schedule import Schedule
+from .baselines import build_paged
+from .harmony import build_harmony
+
+__all__ = ["build", "build_from_costs"]
+
+
+def build(plan: Plan, trace: Trace, machine: Machine, *, extrapolate: bool = False) -> Schedule:
+    """Build the schedule of a plan.
+
+    Raises PlanError when the plan does not go with the trace or the machine, DoesNotFit when memory is too small,
+    TraceError when the trace does not cover a microbatch size of the plan (unless ``extrapolate``).
+    """
+    return build_from_costs(plan, Costs(trace, extrapolate=extrapolate), machine)
+
+
+def build_from_costs(plan: Plan, costs: Costs, machine: Machine) -> Schedule:
+    """As :func:`build`, for callers that build many schedules from one trace."""
+    if plan.gpus != len(machine.gpus):
+        raise PlanError(
+            f"the plan is for {plan.gpus} GPUs, machine {machine.name} has {len(machine.gpus)}; "
+            f"choose the machine's count with --gpus {plan.gpus}"
+        )
+    match plan:
+        case HarmonyPlan():
+            _check_layers(plan, costs)
+            return build_harmony(plan, costs, machine)
+        case PagedPlan():
+            return build_paged(plan, costs, machine)
+
+
+def _check_layers(plan: HarmonyPlan, costs: Costs) -> None:
+    if plan.layer_count != costs.layer_count:
+        raise PlanError(
+            f"packs_bwd cover {plan.layer_count} layers, the trace of {costs.trace.model} has {costs.layer_count} "
+            f"(0-{costs.layer_count - 1}); the packs must cover them all"
+        )
+    if plan.u_fwd == plan.u_bwd:
+        return
+    for index, layer in enumerate(costs.trace.layers):
+        if layer.cut_sensitive:
+            raise PlanError(
+                f"layer {index} ({layer.name}) depends on how the minibatch is cut, or on chance: recompute needs "
+                f"u_fwd = u_bwd; got {plan.u_fwd} and {plan.u_bwd}"
+            )

@@ -1,0 +1,115 @@
+"""Commands that run models. The only part of ``sim`` that knows the executor, and only while one of them is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from .options import Device, Json, MachineName, Model, TimelineOutput, counts
+from .output import Output
+
+commands = typer.Typer()
+
+
+@commands.command(epilog="Example: harmony demo -o demo-output")
+def demo(
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="DIR", help="Folder for everything it makes.")
+    ] = Path("demo-output"),
+    as_json: Json = False,
+) -> None:
+    """The whole path on this machine: profile, search, predict, train on emulated GPUs, compare. Takes minutes."""
+    from executor.demo import run_demo
+
+    out = Output(as_json)
+    with out.progress() as progress:
+        report = run_demo(output, progress=progress)
+    out.result(report.to_dict(), report)
+
+
+@commands.command(epilog="Example: harmony profile gpt2-demo --microbatch 1,2,4,8 -o trace.json")
+def profile(
+    model: Model,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="T.json", help="Trace to write.")],
+    device: Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="cpu is for emulated GPUs.")] = "cpu",
+    microbatch: Annotated[
+        Any, typer.Option("--microbatch", metavar="1,2,…", parser=counts, help="Microbatch sizes to measure.")
+    ] = "1,2,4,8",
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="At most so many measurements of each time.")] = 9,
+    warmups: Annotated[int, typer.Option("--warmups", min=0, help="Measurements before those that count.")] = 1,
+    budget: Annotated[float, typer.Option("--budget", metavar="S", help="Seconds to spend, roughly.")] = 60.0,
+    as_json: Json = False,
+) -> None:
+    """Measure a trace of a model: what every layer costs at several microbatch sizes."""
+    from executor.commands import measure_trace
+    from traces.files import save_trace
+    from traces.summary import summarize
+
+    from .tables import trace_tables
+
+    out = Output(as_json, output)
+    with out.progress() as progress:
+        trace = measure_trace(
+            model,
+            device=device,
+            microbatches=microbatch,
+            repeats=repeats,
+            warmups=warmups,
+            budget_s=budget,
+            progress=progress,
+        )
+    out.write(output, ".json", lambda path: save_trace(trace, path))
+    summary = summarize(trace)
+    out.result(summary, *trace_tables(summary))
+
+
+@commands.command(epilog="Example: harmony calibrate --device emulated -o machine.toml")
+def calibrate(
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="M.toml", help="Machine file to write.")],
+    device: Device = "emulated",
+    machine: Annotated[
+        str | None,
+        typer.Option("--machine", "-m", metavar="M", help="Its GPUs and links; default by --device"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a machine: the rates of its links, and what a copy costs before its first byte."""
+    from executor.commands import measure_machine
+
+    from ..hardware.files import save_machine
+    from ..hardware.report import describe, machine_to_dict
+
+    out = Output(as_json, output)
+    with out.progress() as progress:
+        measured = measure_machine(machine, device=device, progress=progress)
+    out.write(output, ".toml", lambda path: save_machine(measured, path))
+    out.result(machine_to_dict(measured), describe(measured))
+
+
+@commands.command(
+    epilog="Example: harmony run best.json --model gpt2-demo --machine emulated --steps 3 -o measured.parquet"
+)
+def run(
+    schedule: Annotated[Path, typer.Argument(metavar="S.json", help="The schedule to run.")],
+    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="The model it was made for.")],
+    machine: MachineName,
+    device: Device = "emulated",
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to measure, after one to warm up.")] = 3,
+    seed: Annotated[int, typer.Option("--seed", help="Fixes weights, data and chance.")] = 0,
+    output: TimelineOutput = None,
+    as_json: Json = False,
+) -> None:
+    """Train for some steps as a schedule says, and measure when everything happened."""
+    from executor.commands import run_schedule
+
+    from ..timelines.timeline import save_timeline
+    from .tables import loss_table, summary_tables
+
+    out = Output(as_json, output)
+    with out.progress() as progress:
+        ran = run_schedule(schedule, model, machine, device=device, steps=steps, seed=seed, progress=progress)
+    out.write(output, ".csv", lambda path: save_timeline(ran.timeline, path))
+    summary = ran.timeline.summary()
+    out.result(summary | {"losses": list(ran.losses)}, *summary_tables(summary), loss_table(ran.losses))

@@ -1,0 +1,137 @@
+"""Tables that commands print for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..hardware.machine import Machine
+from ..tables import MISSING, Table
+from ..units import format_bytes, format_rate, format_seconds
+
+
+def machine_table(machines: Sequence[Machine]) -> Table:
+    """One machine a row."""
+    return Table(
+        "Shipped machines",
+        ("machine", "what it is", "GPUs", "usable memory each", "own link", "host memory"),
+        tuple(
+            (
+                machine.name,
+                machine.description,
+                f"{len(machine.gpus)} x {machine.gpus[0].name}",
+                format_bytes(min(gpu.usable_bytes for gpu in machine.gpus)),
+                format_rate(min(gpu.bandwidth for gpu in machine.gpus)),
+                "unlimited" if machine.host.memory_bytes is None else format_bytes(machine.host.memory_bytes),
+            )
+            for machine in machines
+        ),
+        words=2,
+    )
+
+
+def trace_tables(summary: dict[str, Any]) -> Iterator[Table]:
+    """What :func:`traces.summary.summarize` found."""
+
+    def seconds(value: float | None) -> str:
+        return MISSING if value is None else format_seconds(value)
+
+    yield Table(
+        f"{summary['model']} on {summary['device']}",
+        ("", "all layers"),
+        (
+            ("layers", str(summary["layers"])),
+            ("dtype", summary["dtype"]),
+            ("weights", format_bytes(summary["weight_bytes"])),
+            (f"optimizer state ({summary['optimizer']})", format_bytes(summary["optimizer_state_bytes"])),
+            ("update on the CPU", seconds(summary["update_cpu_s"])),
+            ("update on the GPU", seconds(summary["update_gpu_s"])),
+        ),
+    )
+    yield Table(
+        "By microbatch size, all layers",
+        ("samples", "forward", "backward", "inputs of layers", "source of times"),
+        tuple(
+            (
+                str(entry["microbatch"]),
+                format_seconds(entry["forward_s"]),
+                format_seconds(entry["backward_s"]),
+                format_bytes(entry["input_bytes"]),
+                ", ".join(sorted({entry["provenance"]["forward_s"], entry["provenance"]["backward_s"]})),
+            )
+            for entry in summary["times"]
+        ),
+    )
+
+
+def summary_tables(summary: dict[str, Any]) -> Iterator[Table]:
+    """What a timeline's ``summary()`` says."""
+    title = f"{summary['model']} on {summary['machine']}: {summary['policy']}, {summary['source']}"
+    yield Table(title, ("", "a step"), tuple(_headlines(summary)))
+    moved = [
+        (kind, summary["swap_in_bytes"][kind], summary["swap_out_bytes"][kind]) for kind in summary["swap_in_bytes"]
+    ]
+    totals = sum(into for _, into, _ in moved), sum(out for _, _, out in moved)
+    yield Table(
+        "Swapped between host and GPUs",
+        ("tensor kind", "in", "out"),
+        (
+            *((kind, format_bytes(into), format_bytes(out)) for kind, into, out in moved if into or out),
+            ("all", format_bytes(totals[0]), format_bytes(totals[1])),
+        ),
+    )
+    lanes = list(dict.fromkeys(lane for by_lane in summary["busy_s"].values() for lane in by_lane))
+    yield Table(
+        "Busy time by lane",
+        ("", *lanes),
+        tuple(
+            (
+                "host" if gpu == "host" else f"GPU {gpu}",
+                *(format_seconds(by_lane[lane]) if lane in by_lane else MISSING for lane in lanes),
+            )
+            for gpu, by_lane in summary["busy_s"].items()
+        ),
+    )
+
+
+def loss_table(losses: Sequence[float]) -> Table:
+    """The loss of each step."""
+    return Table(
+        "Loss by step", ("step", "loss"), tuple((str(step), f"{loss:.6f}") for step, loss in enumerate(losses))
+    )
+
+
+def _headlines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "step time", format_seconds(summary["step_time_s"])
+    throughput = summary["throughput_samples_per_s"]
+    yield "throughput", MISSING if throughput is None else f"{throughput:.4g} samples/s"
+    yield from _plan_lines(summary["plan"])
+    for gpu, (peak, cap) in enumerate(zip(summary["peak_memory_bytes"], summary["memory_cap_bytes"], strict=True)):
+        yield f"peak memory GPU {gpu}", f"{format_bytes(peak)} of {format_bytes(cap)}"
+    yield "peak memory host", format_bytes(summary["host_peak_bytes"])
+    yield (
+        "between GPUs",
+        f"{format_bytes(summary['p2p_bytes'])} p2p, {format_bytes(summary['allreduce_bytes'])} all-reduce",
+    )
+    if "lower_bound_s" in summary:
+        yield "lower bound of this plan", format_seconds(summary["lower_bound_s"])
+    if "critical_path" in summary:
+        shares = sorted(summary["critical_path"].items(), key=lambda item: -item[1])
+        yield "time goes to", ", ".join(f"{cause} {share:.0%}" for cause, share in shares if share >= 0.005)
+    if "provenance" in summary:
+        yield "layer times", ", ".join(f"{count} {source}" for source, count in summary["provenance"].items())
+
+
+def _plan_lines(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The plan under its options' names; packs as their number and sizes."""
+    for name, value in plan.items():
+        if name == "policy" or value is None:
+            continue
+        option = "--" + name.replace("_", "-")
+        match value:
+            case [[_, _], *_]:
+                yield option, f"{len(value)}: {','.join(f'{first}-{last}' for first, last in value)}"
+            case True | False:
+                yield "plan", option if value else f"--no-{name}"
+            case _:
+                yield option, str(value)

@@ -1,0 +1,44 @@
+"""A bound from below on the time of a step: what no order of events could beat.
+
+The largest of: the longest chain of dependencies, and for every resource of the fabric the bytes that must pass it over
+its capacity. Every task counts as if it were alone. The tasks of one lane depend on each other, so the chain is never
+shorter than the busiest lane.
+"""
+
+from __future__ import annotations
+
+from traces.costs import Costs
+
+from ..hardware.machine import Machine
+from ..schedule import Schedule
+from ..timelines.replay import replay_times
+from .durations import CostDurations, Demands, floor_ns
+
+
+def lower_bound_ns(schedule: Schedule, costs: Costs, machine: Machine) -> int:
+    """No simulation of this schedule takes less (ns)."""
+    durations = CostDurations(costs, machine, schedule.plan.gpus)
+    return bound_ns(schedule, Demands(machine, durations, schedule.plan.gpus))
+
+
+def bound_ns(schedule: Schedule, demands: Demands) -> int:
+    """As :func:`lower_bound_ns`, for tasks that take what ``demands`` says."""
+    return max(longest_path_ns(schedule, demands), *resource_ns(schedule, demands).values())
+
+
+def longest_path_ns(schedule: Schedule, demands: Demands) -> int:
+    """The longest chain of tasks that wait for each other, lane order included, when nothing is shared (ns)."""
+    return replay_times(schedule, [demands.uncontended_ns(task) for task in schedule.tasks]).duration_ns
+
+
+def resource_ns(schedule: Schedule, demands: Demands) -> dict[str, int]:
+    """For each resource of the fabric, how long it needs at full capacity for all bytes that must pass it (ns)."""
+    load = [0.0] * len(demands.fabric.resources)
+    for task in schedule.tasks:
+        for flow in demands.of(task).flows:
+            for resource in flow.route.resources:
+                load[resource] += flow.bytes
+    return {
+        resource.name: floor_ns(size / resource.capacity)
+        for resource, size in zip(demands.fabric.resources, load, strict=True)
+    }

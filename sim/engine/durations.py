@@ -1,0 +1,159 @@
+"""What every task takes: time of its own (``delay_ns``), and then bytes over the fabric (``flows``).
+
+    forward, backward, update    time, from the trace and the speed of the device
+    swap in, swap out, P2P       the route's delay, then the bytes over the route
+    all-reduce                   the same, over every edge of the ring at once
+    reduce                       bytes through host memory
+
+A task's time may be injected (:class:`Durations`), which is how tests draw random timings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from traces.costs import Costs
+from traces.schema import Phase
+
+from ..hardware.fabric import Fabric, Route
+from ..hardware.machine import Machine
+from ..schedule import Task, TaskKind
+from ..units import NS_PER_S
+
+
+class Durations(Protocol):
+    """What tasks take that no copy takes."""
+
+    def compute_ns(self, task: Task) -> int:
+        """How long a forward, backward or update lasts."""
+
+    def reduce_bytes(self, task: Task) -> int:
+        """Bytes that a reduction in host memory reads and writes."""
+
+
+class CostDurations:
+    """Durations from a trace: its times over the device's speed.
+
+    A backward repeats the forward first. A reduction reads the gradient of each of ``replicas`` GPUs and writes one.
+    """
+
+    def __init__(self, costs: Costs, machine: Machine, replicas: int) -> None:
+        self._costs, self._replicas = costs, replicas
+        self._host_speed = machine.host.speed
+        self._speeds = [gpu.speed for gpu in machine.gpus]
+
+    def compute_ns(self, task: Task) -> int:
+        """How long a forward, backward or update lasts."""
+        costs, first, last = self._costs, task.layer_first, task.layer_last
+        speed = self._host_speed if task.gpu is None else self._speeds[task.gpu]
+        match task.kind:
+            case TaskKind.FORWARD:
+                duration = costs.forward_ns(first, last, task.batch_size)
+            case TaskKind.BACKWARD:
+                u = task.batch_size
+                duration = costs.forward_ns(first, last, u) + costs.backward_ns(first, last, u)
+            case TaskKind.UPDATE:
+                duration = costs.update_ns(first, last, _update_phase(task))
+            case _:
+                raise ValueError(f"{task} does not compute")
+        return round(duration / speed)
+
+    def reduce_bytes(self, task: Task) -> int:
+        """Bytes that a reduction in host memory reads and writes."""
+        return (self._replicas + 1) * self._costs.gradient_bytes(task.layer_first, task.layer_last)
+
+
+def forward_share(task: Task, costs: Costs) -> float:
+    """Part of a backward's time that its forward takes (0 … 1)."""
+    forward = costs.forward_ns(task.layer_first, task.layer_last, task.batch_size)
+    total = forward + costs.backward_ns(task.layer_first, task.layer_last, task.batch_size)
+    return forward / total if total else 0.0
+
+
+def used_durations(tasks: Iterable[Task]) -> set[tuple[Phase, int]]:
+    """The (phase, microbatch size) pairs that tasks ask a trace for, as :meth:`Costs.tally` wants them."""
+    used: set[tuple[Phase, int]] = set()
+    for task in tasks:
+        match task.kind:
+            case TaskKind.FORWARD:
+                used.add((Phase.FORWARD, task.batch_size))
+            case TaskKind.BACKWARD:
+                used |= {(Phase.FORWARD, task.batch_size), (Phase.BACKWARD, task.batch_size)}
+            case TaskKind.UPDATE:
+                used.add((_update_phase(task), 0))
+            case _:
+                pass
+    return used
+
+
+def _update_phase(task: Task) -> Phase:
+    return Phase.UPDATE_CPU if task.gpu is None else Phase.UPDATE_GPU
+
+
+class Flow(NamedTuple):
+    """Bytes over a route."""
+
+    route: Route
+    bytes: float
+
+
+class Demand(NamedTuple):
+    """``delay_ns`` first, then all ``flows`` at once; the task ends with the last of them."""
+
+    delay_ns: int
+    flows: tuple[Flow, ...]
+
+
+class Demands:
+    """What each task of a schedule takes on a machine."""
+
+    def __init__(self, machine: Machine, durations: Durations, gpus: int) -> None:
+        self.fabric = Fabric(machine)
+        self._durations = durations
+        self._ring = self.fabric.ring(gpus)
+        self._routes: dict[tuple[TaskKind, int | None, int | None], Route] = {}
+
+    def of(self, task: Task) -> Demand:
+        """What this task takes."""
+        match task.kind:
+            case TaskKind.FORWARD | TaskKind.BACKWARD | TaskKind.UPDATE:
+                return Demand(self._durations.compute_ns(task), ())
+            case TaskKind.SWAP_IN | TaskKind.SWAP_OUT | TaskKind.P2P:
+                route = self._route(task)
+                return Demand(route.delay_ns, (Flow(route, task.bytes),))
+            case TaskKind.ALLREDUCE:
+                delay_ns = max((edge.delay_ns for edge in self._ring), default=0)
+                return Demand(delay_ns, tuple(Flow(edge, task.bytes / len(self._ring)) for edge in self._ring))
+            case TaskKind.REDUCE:
+                return Demand(0, (Flow(self.fabric.host_memory(), self._durations.reduce_bytes(task)),))
+
+    def uncontended_ns(self, task: Task) -> int:
+        """The least time in which this task can end: as if its flows were alone, rounded down."""
+        demand = self.of(task)
+        longest = max((flow.bytes / self.fabric.uncontended_rate(flow.route) for flow in demand.flows), default=0.0)
+        return demand.delay_ns + floor_ns(longest)
+
+    def _route(self, task: Task) -> Route:
+        key = (task.kind, task.gpu, task.peer)
+        route = self._routes.get(key)
+        if route is None:
+            route = self._routes[key] = self._find_route(task)
+        return route
+
+    def _find_route(self, task: Task) -> Route:
+        match task.kind, task.gpu, task.peer:
+            case TaskKind.SWAP_IN, int(gpu), None:
+                return self.fabric.swap_in(gpu)
+            case TaskKind.SWAP_OUT, int(gpu), None:
+                return self.fabric.swap_out(gpu)
+            case TaskKind.P2P, int(sender), int(receiver):
+                return self.fabric.p2p(sender, receiver)
+            case _:
+                raise ValueError(f"{task} names no GPU to copy to or from")
+
+
+def floor_ns(seconds: float) -> int:
+    """Whole nanoseconds in ``seconds``; a whole number spoilt by rounding counts as whole."""
+    return math.floor(seconds * NS_PER_S * (1 + 1e-12))

@@ -1,0 +1,206 @@
+"""Copies as fluid flows that share resources max-min fairly.
+
+Every flow takes some resources (a link's direction, the host's DRAM, …) and may have a cap of its own. At any time
+the rates are the max-min fair ones: nobody's rate can grow without taking from someone who has no more. They are
+found by progressive filling: raise all rates together; when a resource is full, or a flow at its cap, those flows stay
+at that level; go on with the others (Bertsekas and Gallager, *Data Networks*, 2nd edition, section 6.5.2). Rates hold
+from one start or end to the next.
+
+    capacity 12 B/ns     A, 120 B   ├── 6 ──┤── 12 ─┤        B ends at 10 ns,
+                         B,  60 B   ├── 6 ──┤                A at 15 ns
+
+Times are float nanoseconds inside. :func:`whole_ns` gives the integer that a clock of whole nanoseconds shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+from ..units import NS_PER_S
+
+_SAME_LEVEL = 1.0 + 1e-12  # what fills up at levels this close fills up together
+_SLACK_NS = 1e-3  # flows that end this close end together: far below a tick, above the rounding of hours
+_REMEMBERED = 1 << 16  # sets of flows in flight whose rates are kept
+
+
+def whole_ns(time_ns: float) -> int:
+    """The first whole nanosecond at which :meth:`Fluid.advance` reports a flow that ends at ``time_ns``."""
+    return math.ceil(time_ns - _SLACK_NS)
+
+
+class FlowClass(NamedTuple):
+    """What decides a flow's rate: (resource, how often it takes it) pairs, and its own cap (as capacities)."""
+
+    uses: tuple[tuple[int, int], ...]
+    cap: float
+
+
+def max_min_rates(
+    capacities: Sequence[float], classes: Sequence[FlowClass], counts: Mapping[int, int]
+) -> dict[int, float]:
+    """Max-min fair rate of each flow, by class: ``counts`` says how many flows of ``classes[i]`` there are.
+
+    Rates are in the unit of ``capacities``. A flow that takes a resource twice loads it with twice its rate.
+    """
+    room: dict[int, float] = {}  # capacity less what the flows take whose rate is settled
+    load: dict[int, int] = {}  # what the others take together, as a multiple of their common rate
+    users: dict[int, list[int]] = {}
+    for i, count in counts.items():
+        for resource, times in classes[i].uses:
+            if resource not in room:
+                room[resource], load[resource], users[resource] = capacities[resource], 0, []
+            load[resource] += times * count
+            users[resource].append(i)
+    capped = sorted([i for i in counts if classes[i].cap < math.inf], key=lambda i: classes[i].cap, reverse=True)
+    rates: dict[int, float] = {}
+    level = 0.0
+    while len(rates) < len(counts):
+        full_at = [(room[resource] / times, resource) for resource, times in load.items()]
+        lowest = min([*full_at, (classes[capped[-1]].cap, -1)] if capped else full_at)[0]
+        level = max(level, lowest)  # levels never fall, but for rounding
+        reach = level * _SAME_LEVEL
+        settled = [i for at, resource in full_at if at <= reach for i in users[resource]]
+        while capped and classes[capped[-1]].cap <= reach:
+            settled.append(capped.pop())
+        for i in settled:
+            if i in rates:
+                continue
+            rates[i] = level
+            for resource, times in classes[i].uses:
+                room[resource] -= times * counts[i] * level
+                load[resource] -= times * counts[i]
+                if not load[resource]:
+                    del load[resource]
+    return rates
+
+
+class _Flow:
+    """A flow in flight. It has had ``rate`` (bytes/ns) since ``since_ns``, when ``left`` bytes were to be sent."""
+
+    __slots__ = ("ends_ns", "kind", "left", "rate", "since_ns", "total")
+
+    def __init__(self, kind: int, total: float, now_ns: float) -> None:
+        self.kind, self.total, self.left, self.since_ns = kind, total, total, now_ns
+        self.rate, self.ends_ns = 0.0, math.inf
+
+    def left_at(self, now_ns: float) -> float:
+        return self.left - self.rate * (now_ns - self.since_ns)
+
+    def change_rate(self, rate: float, now_ns: float) -> None:
+        self.left, self.since_ns, self.rate = self.left_at(now_ns), now_ns, rate
+        self.ends_ns = now_ns + self.left / rate
+
+
+class Fluid:
+    """Flows in flight over resources of ``capacities`` (bytes/s each).
+
+    Flows are known by any hashable name. Those that have ended are in ``finished`` (name → exact end, ns), from which
+    the caller may remove what it has seen. A time before the latest one seen counts as the latest, so threads may read
+    a common clock first and then take their lock; the class itself has no lock.
+    """
+
+    def __init__(self, capacities: Sequence[float]) -> None:
+        if not all(capacity > 0 for capacity in capacities):
+            raise ValueError(f"capacities must be positive, got {list(capacities)}")
+        self.finished: dict[Hashable, float] = {}
+        self._capacities = tuple(capacity / NS_PER_S for capacity in capacities)
+        self._now = 0.0
+        self._flows: dict[Hashable, _Flow] = {}
+        self._counts: Counter[int] = Counter()  # flows in flight of each class
+        self._stale = False  # flows came or went since the rates were set
+        self._next_end = math.inf
+        self._classes: list[FlowClass] = []
+        self._class_of: dict[tuple[tuple[int, ...], float], int] = {}
+        self._known_rates: dict[frozenset[tuple[int, int]], dict[int, float]] = {}
+
+    def __len__(self) -> int:
+        """Flows in flight."""
+        return len(self._flows)
+
+    def start(self, now_ns: float, flow: Hashable, route: Sequence[int], bytes: float, cap: float = math.inf) -> None:
+        """Let ``flow`` send ``bytes`` over the resources ``route`` (indices) at no more than ``cap`` bytes/s.
+
+        A flow without bytes ends at once. Raises ValueError for a flow already in flight, negative or infinite
+        bytes, a cap of zero, or a flow that nothing limits.
+        """
+        if flow in self._flows:
+            raise ValueError(f"flow {flow!r} is in flight already")
+        if not 0 <= bytes < math.inf:
+            raise ValueError(f"flow {flow!r} has {bytes} bytes to send")
+        kind = self._class(tuple(route), cap)
+        self.advance(now_ns)
+        if bytes == 0:
+            self.finished[flow] = self._now
+            return
+        self._flows[flow] = _Flow(kind, bytes, self._now)
+        self._counts[kind] += 1
+        self._stale = True
+
+    def advance(self, now_ns: float) -> None:
+        """Let time pass until ``now_ns``; flows that end by then move to ``finished``, in the order of their ends."""
+        self._set_rates()
+        while self._next_end <= now_ns + _SLACK_NS:
+            self._now = max(self._now, self._next_end)
+            self._end_flows()
+            self._set_rates()
+        self._now = max(self._now, now_ns)
+
+    def next_finish(self) -> tuple[float, Hashable] | None:
+        """When the next flow ends (ns) if none starts before, and which: of several, the first started. None: idle."""
+        if not self._flows:
+            return None
+        self._set_rates()
+        latest = self._next_end + _SLACK_NS
+        return self._next_end, next(name for name, flow in self._flows.items() if flow.ends_ns <= latest)
+
+    def progress(self, flow: Hashable) -> float:
+        """Bytes that ``flow`` has sent, as of the latest time. Raises KeyError if it is not in flight (any more)."""
+        state = self._flows[flow]
+        return state.total - state.left_at(self._now)
+
+    def rates(self) -> dict[Hashable, float]:
+        """Present rate of every flow in flight, bytes/s."""
+        self._set_rates()
+        return {name: flow.rate * NS_PER_S for name, flow in self._flows.items()}
+
+    def _class(self, route: tuple[int, ...], cap: float) -> int:
+        """Index of the class of such flows."""
+        kind = self._class_of.get((route, cap))
+        if kind is None:
+            if not cap > 0:
+                raise ValueError(f"a flow's cap must be positive, got {cap}")
+            if math.isinf(cap) and all(math.isinf(self._capacities[resource]) for resource in route):
+                raise ValueError(f"nothing limits a flow over {route}: give it a cap or a resource")
+            kind = self._class_of[route, cap] = len(self._classes)
+            self._classes.append(FlowClass(tuple(sorted(Counter(route).items())), cap / NS_PER_S))
+        return kind
+
+    def _set_rates(self) -> None:
+        """Bring rates and ends up to date. A flow whose rate stays keeps its end, to the last bit."""
+        if not self._stale:
+            return
+        self._stale = False
+        key = frozenset(self._counts.items())
+        rates = self._known_rates.get(key)
+        if rates is None:
+            if len(self._known_rates) >= _REMEMBERED:
+                self._known_rates.clear()
+            rates = self._known_rates[key] = max_min_rates(self._capacities, self._classes, self._counts)
+        for flow in self._flows.values():
+            if flow.rate != (rate := rates[flow.kind]):
+                flow.change_rate(rate, self._now)
+        self._next_end = min([flow.ends_ns for flow in self._flows.values()], default=math.inf)
+
+    def _end_flows(self) -> None:
+        """Move the flows that end now to ``finished``."""
+        latest = self._now + _SLACK_NS
+        for name in [name for name, flow in self._flows.items() if flow.ends_ns <= latest]:
+            kind = self._flows.pop(name).kind
+            self._counts[kind] -= 1
+            if not self._counts[kind]:
+                del self._counts[kind]
+            self.finished[name] = self._now
+        self._stale = True

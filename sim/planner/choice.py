@@ -1,0 +1,50 @@
+"""What someone has fixed of a plan, the rest being open. ``completion`` makes one plan of it; it restricts a search."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ..errors import PlanError
+from ..plan import HarmonyPlan, Pack, PagedPlan, Plan, Policy, Reduce, Residency, UpdateOn, Writeback
+
+Packing = int | tuple[Pack, ...]
+"""A count of packs, to be balanced by time, or the packs themselves."""
+
+
+class PlanChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of a plan but for its policy, minibatch and GPUs; None leaves one open."""
+
+    u_fwd: int | None = None
+    u_bwd: int | None = None
+    packs_fwd: Packing | None = None
+    packs_bwd: Packing | None = None
+    update: UpdateOn | None = None
+    reduce: Reduce | None = None
+    slots: int | None = None
+    prefetch: bool | None = None
+    residency: Residency | None = None
+    writeback: Writeback | None = None
+
+    def fixed(self) -> dict[str, Any]:
+        """Just the fields that are fixed."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+    def fixed_for(self, policy: Policy) -> dict[str, Any]:
+        """The same, for a plan of this policy. Raises PlanError if such plans lack a field that is fixed."""
+        fixed = self.fixed()
+        known = (PagedPlan if policy is Policy.DP_SWAP else HarmonyPlan).__struct_fields__
+        foreign = [f"--{name.replace('_', '-')}" for name in fixed if name not in known]
+        if foreign:
+            raise PlanError(f"{', '.join(foreign)} is not an option of {policy.value} plans; leave it out")
+        return fixed
+
+    def admits(self, plan: Plan) -> bool:
+        """Whether a plan agrees with all that is fixed. A field that such plans lack is no disagreement."""
+        return all(_agree(value, getattr(plan, name)) for name, value in self.fixed().items() if hasattr(plan, name))
+
+
+def _agree(wanted: Any, found: Any) -> bool:
+    """Equal; or, where a count of packs is wanted, that many packs."""
+    return len(found) == wanted if isinstance(found, tuple) and isinstance(wanted, int) else bool(found == wanted)

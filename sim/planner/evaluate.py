@@ -1,0 +1,95 @@
+"""Evaluating one candidate of a search: build its schedule, simulate it, keep the figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import msgspec
+from msgspec.structs import replace
+
+from traces.costs import Costs
+from traces.errors import HarmonyError
+from traces.schema import Trace
+
+from ..builders import build_from_costs
+from ..engine.durations import CostDurations, Demands
+from ..engine.simulate import run_step
+from ..errors import DoesNotFit, PlanError
+from ..hardware.machine import Machine
+from ..plan import Plan, pieces
+from ..schedule import Schedule, TaskKind
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan and what its simulation says of one step. Bytes of copies are of all GPUs together."""
+
+    plan: Plan
+    step_time_ns: int
+    gpu_peak_bytes: tuple[int, ...]
+    host_peak_bytes: int
+    swap_in_bytes: int
+    swap_out_bytes: int
+    p2p_bytes: int
+    allreduce_bytes: int
+
+
+def evaluate(plan: Plan, open_slots: bool, costs: Costs, machine: Machine) -> Found | HarmonyError:
+    """Simulate a plan, with ``open_slots`` if need be with fewer slots; or the error for which it was refused."""
+    refusal: HarmonyError | None = None
+    for variant in _with_fewer_slots(plan) if open_slots else [plan]:
+        try:
+            return _figures(build_from_costs(variant, costs, machine), costs, machine)
+        except DoesNotFit as error:
+            refusal = refusal or error
+            if error.gpu is None:
+                break
+        except PlanError as error:
+            return error
+    assert refusal is not None, "there is at least the plan itself"
+    return refusal
+
+
+def evaluate_encoded(
+    plan: Plan, open_slots: bool, trace: bytes, extrapolate: bool, machine: bytes
+) -> bytes | HarmonyError:
+    """As :func:`evaluate`, for another process: trace, machine and result travel as MessagePack."""
+    found = evaluate(plan, open_slots, _costs(trace, extrapolate), _machine(machine))
+    return found if isinstance(found, HarmonyError) else msgspec.msgpack.encode(found)
+
+
+@lru_cache(maxsize=1)
+def _costs(trace: bytes, extrapolate: bool) -> Costs:
+    return Costs(msgspec.msgpack.decode(trace, type=Trace), extrapolate=extrapolate)
+
+
+@lru_cache(maxsize=1)
+def _machine(machine: bytes) -> Machine:
+    return msgspec.msgpack.decode(machine, type=Machine)
+
+
+def _with_fewer_slots(plan: Plan) -> Iterator[Plan]:
+    """The plan, then with a quarter as many slots as it can use, a sixteenth, and so on down to one."""
+    yield plan
+    slots = max(len(pieces(0, plan.minibatch, u)) for u in (plan.u_fwd, plan.u_bwd))
+    while slots > 1:
+        slots = max(1, slots // 4)
+        yield replace(plan, slots=slots)
+
+
+def _figures(schedule: Schedule, costs: Costs, machine: Machine) -> Found:
+    gpus = schedule.plan.gpus
+    step = run_step(schedule, Demands(machine, CostDurations(costs, machine, gpus), gpus))
+    copied = dict.fromkeys(TaskKind, 0)
+    for task in schedule.tasks:
+        copied[task.kind] += task.bytes
+    return Found(
+        plan=schedule.plan,
+        step_time_ns=step.duration_ns,
+        gpu_peak_bytes=schedule.memory.gpu_peak_bytes,
+        host_peak_bytes=schedule.memory.host_peak_bytes,
+        swap_in_bytes=copied[TaskKind.SWAP_IN],
+        swap_out_bytes=copied[TaskKind.SWAP_OUT],
+        p2p_bytes=copied[TaskKind.P2P],
+        allreduce_bytes=copied[TaskKind.ALLREDUCE],
+    )

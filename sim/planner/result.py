@@ -1,0 +1,189 @@
+"""What a search found, and how it shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..plan import HarmonyPlan, Pack, PagedPlan, Plan, Policy
+from ..schedule import Schedule
+from ..tables import MISSING, Table
+from ..timelines.timeline import Timeline
+from ..units import NS_PER_S, format_bytes, format_seconds
+from .evaluate import Found
+from .refusals import Refusal
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True)
+class Best:
+    """The fastest plan, with its schedule and the timeline of its simulation."""
+
+    found: Found
+    schedule: Schedule
+    timeline: Timeline
+
+    @property
+    def plan(self) -> Plan:
+        """As built: where slots were open, with as many as fit."""
+        return self.schedule.plan
+
+    @property
+    def step_time_ns(self) -> int:
+        """Of one isolated step."""
+        return self.found.step_time_ns
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What became of the candidates. ``pruned`` cannot be among the top; ``left`` were not tried for lack of budget.
+    A microbatch size of which no cut into packs fits counts as one that is ``infeasible``.
+    """
+
+    candidates: int = 0
+    simulated: int = 0
+    pruned: int = 0
+    infeasible: int = 0
+    left: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.candidates + other.candidates,
+            self.simulated + other.simulated,
+            self.pruned + other.pruned,
+            self.infeasible + other.infeasible,
+            self.left + other.left,
+        )
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The outcome of a search.
+
+    ``top`` are the fastest of all policies, ``best_by_policy`` the fastest of each that has a plan which fits. No plan
+    of the space takes less than ``lower_bound_ns``: the least bound of those not simulated, or the best's time.
+    """
+
+    best: Best
+    best_by_policy: Mapping[Policy, Best]
+    top: tuple[Found, ...]
+    counts: Counts
+    counts_by_policy: Mapping[Policy, Counts]
+    refusals: tuple[Refusal, ...]
+    lower_bound_ns: int
+    seconds: float
+    notes: tuple[str, ...]
+
+    @property
+    def gap(self) -> float:
+        """By which share of the best's step time a plan that was not simulated could at most be faster."""
+        best = self.best.step_time_ns
+        return (best - self.lower_bound_ns) / best if best else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``--json`` prints, as plain JSON values."""
+        return {
+            "best": self.best.timeline.summary(),
+            "best_by_policy": {policy.value: _found(best.found) for policy, best in self.best_by_policy.items()},
+            "top": [_found(found) for found in self.top],
+            "candidates": self.counts.candidates,
+            "simulated": self.counts.simulated,
+            "pruned": self.counts.pruned,
+            "infeasible": self.counts.infeasible,
+            "left": self.counts.left,
+            "refusals": [refusal.to_dict() for refusal in self.refusals],
+            "seconds": self.seconds,
+            "lower_bound_s": self.lower_bound_ns / NS_PER_S,
+            "gap": self.gap,
+            "notes": list(self.notes),
+        }
+
+    def table(self) -> Table:
+        """The top plans, one a row."""
+        info = self.best.timeline.info
+        columns = ("plan", "step", "samples/s", "GPU peak", "swap in", "swap out", "GPU to GPU")
+        rows = tuple(
+            (
+                describe(found.plan),
+                format_seconds(found.step_time_ns / NS_PER_S),
+                MISSING if (throughput := _throughput(found)) is None else f"{throughput:.3g}",
+                format_bytes(max(found.gpu_peak_bytes)),
+                format_bytes(found.swap_in_bytes),
+                format_bytes(found.swap_out_bytes),
+                format_bytes(found.p2p_bytes + found.allreduce_bytes),
+            )
+            for found in self._shown()
+        )
+        return Table(f"{info.model} on {info.machine}, minibatch {info.plan.minibatch}", columns, rows)
+
+    def remarks(self) -> tuple[str, ...]:
+        """Sentences that belong to the table."""
+        counts = self.counts
+        lines = [
+            f"{counts.candidates} candidates: {counts.simulated} simulated, {counts.pruned} pruned, "
+            f"{counts.infeasible} infeasible, {counts.left} left for lack of budget; {self.seconds:.1f} s",
+            f"no other plan takes less than {format_seconds(self.lower_bound_ns / NS_PER_S)} "
+            f"(at most {self.gap:.1%} faster than the best)",
+        ]
+        return (*lines, *(refusal.line() for refusal in self.refusals), *self.notes)
+
+    def _shown(self) -> list[Found]:
+        """The top, and each policy's best if it is not among them."""
+        others = [best.found for best in self.best_by_policy.values() if best.found not in self.top]
+        return [*self.top, *sorted(others, key=lambda found: found.step_time_ns)]
+
+    def __rich__(self) -> RenderableType:
+        """The table with its remarks, as rich draws them."""
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(self.table(), *map(Text, self.remarks()))
+
+    def _repr_html_(self) -> str:
+        """The table as a notebook shows it."""
+        return self.table()._repr_html_()
+
+
+def describe(plan: Plan) -> str:
+    """A plan in a line: ``harmony-pp u 4/2, packs 12/16, update cpu``."""
+    match plan:
+        case HarmonyPlan():
+            slots = f", slots {plan.slots}" if plan.slots else ""
+            return (
+                f"{plan.policy.value} u {plan.u_fwd}/{plan.u_bwd}, packs {_count(plan.packs_fwd)}/"
+                f"{_count(plan.packs_bwd)}, update {plan.update.value}{slots}"
+            )
+        case PagedPlan():
+            return f"{plan.policy.value} u {plan.u_fwd}, {plan.residency.value}, writeback {plan.writeback.value}"
+
+
+def _count(packs: tuple[Pack, ...]) -> int:
+    return len(packs)
+
+
+def _throughput(found: Found) -> float | None:
+    """Samples per second."""
+    return found.plan.minibatch / found.step_time_ns * NS_PER_S if found.step_time_ns else None
+
+
+def _found(found: Found) -> dict[str, Any]:
+    """As ``Timeline.summary`` calls the same figures."""
+    plan = msgspec.to_builtins(found.plan)
+    del plan["family"]
+    return {
+        "policy": found.plan.policy.value,
+        "plan": plan,
+        "step_time_s": found.step_time_ns / NS_PER_S,
+        "throughput_samples_per_s": _throughput(found),
+        "peak_memory_bytes": list(found.gpu_peak_bytes),
+        "host_peak_bytes": found.host_peak_bytes,
+        "swap_in_bytes": found.swap_in_bytes,
+        "swap_out_bytes": found.swap_out_bytes,
+        "p2p_bytes": found.p2p_bytes,
+        "allreduce_bytes": found.allreduce_bytes,
+    }

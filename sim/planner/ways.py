@@ -1,0 +1,64 @@
+"""Ways of copies over a machine's fabric: what a copy takes that is alone, and what it loads."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..hardware.fabric import Fabric, Route, ring_edge_bytes
+from ..hardware.machine import Machine
+from ..units import NS_PER_S
+
+Loads = NDArray[np.float64]
+"""Bytes by resource of the fabric (last axis)."""
+
+
+class Way:
+    """A route: ``load`` is how often each byte loads each resource."""
+
+    def __init__(self, fabric: Fabric, route: Route) -> None:
+        self._delay_ns = route.delay_ns
+        self._ns_per_byte = NS_PER_S / fabric.uncontended_rate(route)
+        self.load: Loads = np.bincount(route.resources, minlength=len(fabric.resources)).astype(np.float64)
+
+    def ns(self, size: float) -> float:
+        """Time of one copy of ``size`` bytes; a copy of none does not happen."""
+        return self._delay_ns + size * self._ns_per_byte if size else 0.0
+
+
+class Ways:
+    """All ways on a machine: ``into`` and ``out`` of each GPU from and to the host (their loads also as matrices over
+    GPUs), and ``between`` two GPUs."""
+
+    def __init__(self, machine: Machine) -> None:
+        fabric = Fabric(machine)
+        gpus = range(len(machine.gpus))
+        self.into = [Way(fabric, fabric.swap_in(gpu)) for gpu in gpus]
+        self.out = [Way(fabric, fabric.swap_out(gpu)) for gpu in gpus]
+        self.between = {(a, b): Way(fabric, fabric.p2p(a, b)) for a in gpus for b in gpus if a != b}
+        self.into_loads: Loads = np.array([way.load for way in self.into])
+        self.out_loads: Loads = np.array([way.load for way in self.out])
+        self._ring = [Way(fabric, edge) for edge in fabric.ring(len(gpus))]
+        self._ns_per_byte = NS_PER_S / np.array(fabric.capacities)
+        self.nothing: Loads = np.zeros_like(self._ns_per_byte)
+
+    def drain_ns(self, loads: Loads) -> Loads:
+        """How long each resource needs to pass these bytes."""
+        return loads * self._ns_per_byte
+
+    def either_load(self, source: int, target: int) -> Loads:
+        """The load that a byte between two GPUs is for certain if it may also go through the host."""
+        return np.minimum(self.between[source, target].load, self.out[source].load + self.into[target].load)
+
+    def ring_load(self, gradient_bytes: int) -> Loads:
+        """Load of an all-reduce over all GPUs."""
+        if not self._ring:
+            return self.nothing
+        edges: Loads = np.sum([edge.load for edge in self._ring], axis=0)
+        return edges * ring_edge_bytes(gradient_bytes, len(self._ring))
+
+    def ring_ns(self, gradient_bytes: int) -> float:
+        """Time of an all-reduce over all GPUs."""
+        drained = float(self.drain_ns(self.ring_load(gradient_bytes)).max())
+        edge_bytes = ring_edge_bytes(gradient_bytes, max(1, len(self._ring)))
+        return max([drained, *(edge.ns(edge_bytes) for edge in self._ring)])

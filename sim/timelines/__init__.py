@@ -1,0 +1,1 @@
+"""When everything happened, predicted or measured: Timeline, its files, figures, comparison and critical path."""

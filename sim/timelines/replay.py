@@ -1,0 +1,120 @@
+"""When the tasks of a step start and end, and what follows from that alone: memory changes and peaks.
+
+:func:`replay_times` evaluates a schedule with a given duration for every task, in one pass over the total order and
+without events. It knows no shared links, so it serves bounds and checks under many timings; the engine is the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple
+
+from ..errors import ScheduleError
+from ..schedule import Schedule, TensorKind
+
+
+class MemoryChange(NamedTuple):
+    """Bytes that a GPU (None: the host) begins (+) or ceases (-) to hold for a tensor of this kind."""
+
+    time_ns: int
+    gpu: int | None
+    tensor_kind: TensorKind
+    delta_bytes: int
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One step: start and end (ns) of every task, by task id.
+
+    ``copied_bytes`` are the bytes every task really copied, by task id (None: what the tasks say). ``memory`` is what
+    was really allocated and freed (None: the schedule's buffers, allocated at starts and freed at ends).
+    """
+
+    start_ns: Sequence[int]
+    end_ns: Sequence[int]
+    copied_bytes: Sequence[int] | None = None
+    memory: Sequence[MemoryChange] | None = None
+
+    @property
+    def duration_ns(self) -> int:
+        """From the first start to the last end; 0 without tasks."""
+        return max(self.end_ns, default=0) - min(self.start_ns, default=0)
+
+
+def in_sequence(steps: Iterable[StepTimes]) -> list[StepTimes]:
+    """Isolated steps as a timeline has them: one after the other, each beginning where the one before it ended."""
+    placed: list[StepTimes] = []
+    begin = 0
+    for step in steps:
+        by_ns = begin - min(step.start_ns, default=0)
+        placed.append(
+            StepTimes(
+                start_ns=[time + by_ns for time in step.start_ns],
+                end_ns=[time + by_ns for time in step.end_ns],
+                copied_bytes=step.copied_bytes,
+                memory=None if step.memory is None else [m._replace(time_ns=m.time_ns + by_ns) for m in step.memory],
+            )
+        )
+        begin += step.duration_ns
+    return placed
+
+
+def replay_times(schedule: Schedule, duration_ns: Sequence[int]) -> StepTimes:
+    """Times when every task lasts ``duration_ns[id]`` and starts as soon as its predecessors have ended.
+
+    Raises ScheduleError if a task waits for a later one.
+    """
+    starts: list[int] = []
+    ends: list[int] = []
+    for number, (before, duration) in enumerate(zip(schedule.predecessors, duration_ns, strict=True)):
+        if before and before[-1] >= number:
+            tasks = schedule.tasks
+            raise ScheduleError((f"{tasks[number]} waits for {tasks[before[-1]]}, which comes later in the order",))
+        start = max([ends[task] for task in before], default=0)
+        starts.append(start)
+        ends.append(start + duration)
+    return StepTimes(starts, ends)
+
+
+def memory_changes(schedule: Schedule, times: StepTimes) -> list[MemoryChange]:
+    """Every allocation and free of the step, by time; at equal times in no particular order."""
+    if times.memory is not None:
+        return sorted(times.memory, key=attrgetter("time_ns"))
+    return sorted(_planned_changes(schedule, times), key=attrgetter("time_ns"))
+
+
+def _planned_changes(schedule: Schedule, times: StepTimes) -> Iterator[MemoryChange]:
+    for task, start, end in zip(schedule.tasks, times.start_ns, times.end_ns, strict=True):
+        for time, ids, sign in ((start, task.allocates, 1), (end, task.frees, -1)):
+            for number in ids:
+                buffer = schedule.buffers[number]
+                yield MemoryChange(time, buffer.gpu, buffer.kind, sign * buffer.bytes)
+
+
+def peak_bytes(changes: Iterable[MemoryChange]) -> dict[int | None, int]:
+    """The most bytes held at once, by GPU (None: the host's dynamic buffers). ``changes`` are in order of time.
+
+    What is freed at the moment at which something else is allocated does not count with it.
+    """
+    held: dict[int | None, int] = {}
+    peak: dict[int | None, int] = {}
+    for _, moment in groupby(changes, key=attrgetter("time_ns")):
+        for change in moment:
+            held[change.gpu] = held.get(change.gpu, 0) + change.delta_bytes
+        for gpu, size in held.items():
+            peak[gpu] = max(peak.get(gpu, 0), size)
+    return peak
+
+
+def peak_by_gpu(schedule: Schedule, times: StepTimes) -> tuple[int, ...]:
+    """The most bytes that each GPU's buffers take at once, when the tasks run at these times."""
+    peaks = peak_bytes(memory_changes(schedule, times))
+    return tuple(peaks.get(gpu, 0) for gpu in range(schedule.plan.gpus))
+
+
+def host_peak(schedule: Schedule, times: StepTimes) -> int:
+    """The most bytes of host memory at once: the store, and the dynamic buffers at these times."""
+    return schedule.memory.host_store_bytes + peak_bytes(memory_changes(schedule, times)).get(None, 0)

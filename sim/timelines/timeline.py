@@ -1,0 +1,146 @@
+"""The Timeline: when everything happened, predicted or measured, in the same tables with the same task ids.
+
+The task table has a row per step and task, the memory table one per step and allocation or free; their columns are in
+``table.py``. A P2P copy has one row, on its sender's ``p2p_out`` lane; ``peer`` names the receiver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import msgspec
+import pandas as pd
+
+from traces.errors import HarmonyError
+
+from ..errors import TimelineError
+from ..plan import Plan
+from ..schedule import Schedule
+from ..units import format_seconds
+from . import metrics
+from .files import Tables, read_tables, write_tables
+from .replay import StepTimes
+from .table import check_tables, memory_table, task_table
+
+Source = Literal["simulated", "measured"]
+
+
+class TimelineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a timeline is of, and what the plan promised.
+
+    ``steps`` counts all recorded steps, the first ``warmup_steps`` of which no figure uses. ``critical_path`` gives
+    shares by cause, of the typical step; when measured, recompute counts as compute. ``provenance`` says how many
+    durations of the trace came from where; it and ``lower_bound_ns`` are there only when simulated. ``notes`` holds
+    whatever else the maker has to say, as plain JSON.
+    """
+
+    source: Source
+    model: str
+    machine: str
+    plan: Plan
+    layers: int
+    steps: int
+    warmup_steps: int
+    gpu_planned_peak_bytes: tuple[int, ...]
+    gpu_cap_bytes: tuple[int, ...]
+    host_planned_peak_bytes: int
+    host_store_bytes: int
+    lower_bound_ns: int | None = None
+    critical_path: dict[str, float] | None = None
+    provenance: dict[str, int] | None = None
+    notes: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        """Check that a step is left to measure."""
+        if not 0 <= self.warmup_steps < self.steps:
+            raise TimelineError(
+                f"{self.steps} step(s) of which {self.warmup_steps} warm up leave none to measure; record more steps"
+            )
+
+    @classmethod
+    def of(cls, schedule: Schedule, machine: str, source: Source, *, steps: int, warmup_steps: int = 0) -> TimelineInfo:
+        """The part that a schedule and the machine's name say; add the rest with ``msgspec.structs.replace``."""
+        return cls(
+            source=source,
+            model=schedule.model,
+            machine=machine,
+            plan=schedule.plan,
+            layers=schedule.layers,
+            steps=steps,
+            warmup_steps=warmup_steps,
+            gpu_planned_peak_bytes=schedule.memory.gpu_peak_bytes,
+            gpu_cap_bytes=schedule.memory.gpu_cap_bytes,
+            host_planned_peak_bytes=schedule.memory.host_peak_bytes,
+            host_store_bytes=schedule.memory.host_store_bytes,
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Timeline:
+    """What happened when. ``frame`` and ``memory`` are shared, not copied: change neither."""
+
+    info: TimelineInfo
+    frame: pd.DataFrame
+    memory: pd.DataFrame
+
+    def __post_init__(self) -> None:
+        """Raises TimelineError if the tables lack columns, steps, or order."""
+        check_tables(self.frame, self.memory, self.info.steps, f"timeline of {self.info.model}")
+
+    @classmethod
+    def from_times(cls, schedule: Schedule, info: TimelineInfo, steps: Sequence[StepTimes]) -> Timeline:
+        """The timeline of a schedule that ran at these times, warm-up steps first."""
+        return cls(info, task_table(schedule, steps), memory_table(schedule, steps))
+
+    @property
+    def step_times_ns(self) -> list[int]:
+        """From first start to last end of each step, warm-up steps included."""
+        return metrics.step_times_ns(self)
+
+    @property
+    def step_time_ns(self) -> int:
+        """Median of the steps after the warm-up."""
+        return round(median(self.step_times_ns[self.info.warmup_steps :]))
+
+    def to_frame(self) -> pd.DataFrame:
+        """The task table, as a copy of one's own."""
+        return self.frame.copy()
+
+    def summary(self) -> dict[str, Any]:
+        """Everything that ``--json`` prints, as plain JSON values. Figures are of one step.
+
+        Raises TimelineError if the steps did not all move the same bytes.
+        """
+        return metrics.summary(self)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Timeline):
+            return NotImplemented
+        return self.info == other.info and self.frame.equals(other.frame) and self.memory.equals(other.memory)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        info = self.info
+        what = f"{info.plan.policy.value} of {info.model} on {info.machine}"
+        return f"<Timeline {info.source}: {what}, {format_seconds(self.step_time_ns / 1e9)} a step>"
+
+
+def save_timeline(timeline: Timeline, path: str | Path) -> None:
+    """Write a timeline as ``.parquet`` or ``.csv``. Raises TimelineError for another name, FileError if it cannot."""
+    write_tables(path, Tables(msgspec.json.encode(timeline.info), timeline.frame, timeline.memory))
+
+
+def load_timeline(path: str | Path) -> Timeline:
+    """Read a timeline file. Raises TimelineError that says what is wrong with it and where."""
+    tables = read_tables(path)
+    try:
+        return Timeline(msgspec.json.decode(tables.info, type=TimelineInfo), tables.tasks, tables.memory)
+    except msgspec.DecodeError as error:
+        raise TimelineError(f"{path}: the header's info is wrong: {error}") from None
+    except HarmonyError as error:  # of the plan, the info, or the tables
+        raise TimelineError(f"{path}: {error}") from None

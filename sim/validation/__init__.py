@@ -1,0 +1,1 @@
+"""Does a Schedule hold together? See ``validate.py``."""

@@ -1,0 +1,72 @@
+"""Faults in bytes: buffers and copies whose sizes are not what the trace says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from traces.costs import Costs
+
+from ..engine.device_memory import describe
+from ..schedule import Buffer, Schedule, Task, TaskKind, TensorKind
+
+
+def byte_faults(schedule: Schedule, costs: Costs) -> Iterator[str]:
+    """Buffers, copies and reserved workspaces that disagree with the trace."""
+    for buffer in schedule.buffers:
+        expected = _tensor_bytes(buffer.kind, buffer, costs)
+        if expected is not None and buffer.bytes != expected:
+            yield f"{describe(buffer)} has {buffer.bytes} B, the trace says {expected} B"
+    for task in schedule.tasks:
+        expected = _copy_bytes(task, costs, schedule.plan.gpus)
+        if expected is not None and task.bytes != expected:
+            yield f"{task} copies {task.bytes} B, the trace says {expected} B"
+        yield from _workspace_faults(schedule, task, costs)
+
+
+def _copy_bytes(task: Task, costs: Costs, gpus: int) -> int | None:
+    match task.kind:
+        case TaskKind.SWAP_IN | TaskKind.SWAP_OUT | TaskKind.P2P:
+            return None if task.tensor_kind is None else _tensor_bytes(task.tensor_kind, task, costs)
+        case TaskKind.ALLREDUCE:
+            return 2 * (gpus - 1) * costs.gradient_bytes(task.layer_first, task.layer_last)
+        case _:
+            return None
+
+
+def _tensor_bytes(kind: TensorKind, tensor: Buffer | Task, costs: Costs) -> int | None:
+    """Bytes of a tensor, or of what a copy moves of it; None where the trace does not say."""
+    first, last = tensor.layer_first, min(tensor.layer_last, costs.layer_count - 1)
+    u = tensor.samples[1] - tensor.samples[0] if tensor.samples else 0
+    match kind:
+        case TensorKind.WEIGHT:
+            return costs.weight_bytes(first, last)
+        case TensorKind.BUFFER:
+            return costs.buffer_bytes(first, last)
+        case TensorKind.GRADIENT:
+            return costs.gradient_bytes(first, last)
+        case TensorKind.OPTIMIZER_STATE:
+            return costs.optimizer_state_bytes(first, last)
+        case TensorKind.STASH | TensorKind.ACTIVATION | TensorKind.DATA:
+            if not u:
+                return 0
+            return costs.label_bytes(u) if tensor.layer_first == costs.layer_count else costs.input_bytes(first, u)
+        case TensorKind.ACTIVATION_GRADIENT:
+            return costs.input_gradient_bytes(first, u) if u else 0
+        case TensorKind.WORKSPACE:
+            return None
+
+
+def _workspace_faults(schedule: Schedule, task: Task, costs: Costs) -> Iterator[str]:
+    """A forward or backward must hold its layers' peak as workspace; it may hold more."""
+    first, last, u = task.layer_first, task.layer_last, task.batch_size
+    match task.kind:
+        case TaskKind.FORWARD:
+            needed = costs.forward_workspace_bytes(first, last, u)
+        case TaskKind.BACKWARD:
+            needed = costs.backward_workspace_bytes(first, last, u)
+        case _:
+            return
+    touched = (schedule.buffers[number] for number in dict.fromkeys(task.reads + task.writes))
+    held = sum(buffer.bytes for buffer in touched if buffer.kind is TensorKind.WORKSPACE)
+    if held < needed:
+        yield f"{task} has {held} B of workspace, the trace says {needed} B"

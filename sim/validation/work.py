@@ -1,0 +1,150 @@
+"""Faults in the work itself: samples and layers left out or done twice, and work in the wrong order."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from traces.costs import Costs
+
+from ..plan import HarmonyPlan, PagedPlan, Policy
+from ..schedule import Interval, Schedule, Task, TaskKind
+from .happens_before import HappensBefore
+
+
+def fused_layers(schedule: Schedule) -> range:
+    """Layers whose only forward is part of their backward: Harmony's last pack."""
+    match schedule.plan:
+        case HarmonyPlan(packs_bwd=packs):
+            first, last = packs[-1]
+            return range(first, last + 1)
+        case PagedPlan():
+            return range(0)
+
+
+class Passes:
+    """The forward or backward tasks of a schedule, by layer, each layer's in order of samples."""
+
+    def __init__(self, schedule: Schedule, kind: TaskKind) -> None:
+        self.by_layer: list[list[tuple[Interval, Task]]] = [[] for _ in range(schedule.layers)]
+        for task in schedule.copies(kind):
+            for layer in _known_layers(task, schedule.layers):
+                if task.samples is not None:
+                    self.by_layer[layer].append((task.samples, task))
+        for entries in self.by_layer:
+            entries.sort(key=lambda entry: (entry[0], entry[1].id))
+
+    def overlapping(self, layer: int, samples: Interval) -> Iterator[Task]:
+        """The tasks that take any of these samples through the layer, if no sample passes it twice."""
+        entries = self.by_layer[layer]
+        at = max(0, bisect_left(entries, samples[0], key=lambda entry: entry[0][0]) - 1)
+        while at < len(entries) and entries[at][0][0] < samples[1]:
+            if entries[at][0][1] > samples[0]:
+                yield entries[at][1]
+            at += 1
+
+
+def pass_faults(schedule: Schedule) -> Iterator[str]:
+    """Samples that pass a layer forward or backward never, or twice."""
+    fused = fused_layers(schedule)
+    for kind in (TaskKind.FORWARD, TaskKind.BACKWARD):
+        passes = Passes(schedule, kind)
+        expected = [kind is TaskKind.BACKWARD or layer not in fused for layer in range(schedule.layers)]
+        # A pack's layers have the same faults; say them once.
+        for key, run in groupby(
+            range(schedule.layers),
+            key=lambda layer: (expected[layer], [(s, task.id) for s, task in passes.by_layer[layer]]),
+        ):
+            layers = list(run)
+            entries = passes.by_layer[layers[0]]
+            if not key[0]:
+                for _, task in entries:
+                    yield f"{task} is one too many: layers {_run(fused)} pass forward inside their backward"
+                continue
+            yield from _gaps(schedule, kind, _run(layers), entries)
+
+
+def _gaps(schedule: Schedule, kind: TaskKind, layers: str, entries: Sequence[tuple[Interval, Task]]) -> Iterator[str]:
+    reached, latest = 0, None
+    for (start, stop), task in entries:
+        if start > reached:
+            yield f"layers {layers}: {_samples(reached, start)} never pass {kind.value}"
+        elif start < reached and latest is not None:
+            twice = _samples(start, min(stop, reached))
+            yield f"layers {layers}: {twice} pass {kind.value} twice, in {latest} and in {task}"
+        if stop > reached:
+            reached, latest = stop, task
+    if reached < schedule.plan.minibatch:
+        yield f"layers {layers}: {_samples(reached, schedule.plan.minibatch)} never pass {kind.value}"
+
+
+def update_faults(schedule: Schedule, costs: Costs | None) -> Iterator[str]:
+    """Layers updated twice or, if it is known which have something to update (``costs``), never."""
+    for where, updates in _update_copies(schedule).items():
+        by_layer: list[list[Task]] = [[] for _ in range(schedule.layers)]
+        for task in updates:
+            for layer in _known_layers(task, schedule.layers):
+                by_layer[layer].append(task)
+        for layer, tasks in enumerate(by_layer):
+            if len(tasks) > 1:
+                yield f"layer {layer} is updated {len(tasks)} times{where}: {' and '.join(map(str, tasks))}"
+            if not tasks and costs is not None and costs.updates(layer):
+                yield f"layer {layer} has {costs.owned_weight_bytes(layer)} B to update and is never updated{where}"
+
+
+def _update_copies(schedule: Schedule) -> dict[str, list[Task]]:
+    """Updates by the copy of the state that they change: one shared copy, or every GPU's own."""
+    updates = list(schedule.copies(TaskKind.UPDATE))
+    match schedule.plan.policy:
+        case Policy.DP_SWAP:
+            return {f" on gpu {gpu}": [t for t in updates if t.gpu == gpu] for gpu in range(schedule.plan.gpus)}
+        case Policy.HARMONY_DP | Policy.HARMONY_PP:
+            return {"": updates}
+
+
+def order_faults(schedule: Schedule, surely: HappensBefore) -> Iterator[str]:
+    """Work that may start before the work that it needs has ended.
+
+    A tied weight is owned by its first user, whose backward comes last; so nothing is said of the others.
+    """
+    fused = fused_layers(schedule)
+    forward, backward = Passes(schedule, TaskKind.FORWARD), Passes(schedule, TaskKind.BACKWARD)
+    for task in schedule.tasks:
+        for before in _needed(task, forward, backward, fused):
+            if not surely(before.id, task.id):
+                yield f"{task} may start before {before} has ended"
+
+
+def _needed(task: Task, forward: Passes, backward: Passes, fused: range) -> list[Task]:
+    """Tasks whose results a forward, backward or update takes, in the total order."""
+    needed: dict[int, Task] = {}
+    samples = task.samples or (0, 0)
+    layers = range(task.layer_first, task.layer_last + 1)
+    match task.kind:
+        case TaskKind.FORWARD:
+            if task.layer_first > 0:
+                needed.update((t.id, t) for t in forward.overlapping(task.layer_first - 1, samples))
+        case TaskKind.BACKWARD:
+            if task.layer_last + 1 < len(backward.by_layer):
+                needed.update((t.id, t) for t in backward.overlapping(task.layer_last + 1, samples))
+            if task.layer_first in fused and task.layer_first > 0:
+                needed.update((t.id, t) for t in forward.overlapping(task.layer_first - 1, samples))
+            needed.update((t.id, t) for layer in layers for t in forward.overlapping(layer, samples))
+        case TaskKind.UPDATE:
+            needed.update((t.id, t) for layer in layers for _, t in backward.by_layer[layer])
+        case _:
+            pass
+    return [needed[number] for number in sorted(needed)]
+
+
+def _known_layers(task: Task, count: int) -> range:
+    return range(max(task.layer_first, 0), min(task.layer_last + 1, count))
+
+
+def _run(layers: Sequence[int]) -> str:
+    return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
+
+
+def _samples(start: int, stop: int) -> str:
+    return f"samples {start}-{stop - 1}" if stop - start > 1 else f"sample {start}"

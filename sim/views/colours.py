@@ -1,0 +1,31 @@
+"""One colour per task kind and per tensor kind, the same in every picture; told apart by colour-blind eyes too.
+
+Task kinds use the palette of Okabe and Ito (2008), tensor kinds Paul Tol's "muted" scheme.
+"""
+
+from __future__ import annotations
+
+from ..schedule import TaskKind, TensorKind
+
+TASK_COLOURS: dict[TaskKind, str] = {
+    TaskKind.FORWARD: "#56B4E9",
+    TaskKind.BACKWARD: "#0072B2",
+    TaskKind.UPDATE: "#009E73",
+    TaskKind.REDUCE: "#000000",
+    TaskKind.ALLREDUCE: "#F0E442",
+    TaskKind.SWAP_IN: "#E69F00",
+    TaskKind.SWAP_OUT: "#D55E00",
+    TaskKind.P2P: "#CC79A7",
+}
+
+TENSOR_COLOURS: dict[TensorKind, str] = {
+    TensorKind.WEIGHT: "#332288",
+    TensorKind.BUFFER: "#999933",
+    TensorKind.GRADIENT: "#882255",
+    TensorKind.OPTIMIZER_STATE: "#117733",
+    TensorKind.STASH: "#CC6677",
+    TensorKind.ACTIVATION: "#88CCEE",
+    TensorKind.ACTIVATION_GRADIENT: "#AA4499",
+    TensorKind.DATA: "#44AA99",
+    TensorKind.WORKSPACE: "#DDCC77",
+}

@@ -1,0 +1,60 @@
+"""Placement and total order, drawn out for small plans."""
+
+from sim.builders.order import linearize, place_groups, steps_by_gpu, update_owner
+from sim.plan import HarmonyPlan, Policy, UpdateOn
+from sim.schedule import TaskKind
+
+
+def plan(policy: Policy, **overrides) -> HarmonyPlan:
+    fields = {
+        "policy": policy, "minibatch": 4, "gpus": 2, "u_fwd": 2, "u_bwd": 2,
+        "packs_fwd": ((0, 0), (1, 1), (2, 2)), "packs_bwd": ((0, 2), (3, 4)),
+    }  # fmt: skip
+    return HarmonyPlan(**(fields | overrides))
+
+
+def drawn(plan: HarmonyPlan, updated: frozenset = frozenset()) -> str:
+    letter = {TaskKind.FORWARD: "F", TaskKind.BACKWARD: "B", TaskKind.UPDATE: "U"}
+    steps = linearize(plan, steps_by_gpu(plan, place_groups(plan), updated))
+    return " ".join(f"{step.gpu}:{letter[step.kind]}{step.group.pack_index}.{step.microbatch}" for step in steps)
+
+
+def test_a_pipeline_deals_packs_round_robin_from_forward_into_backward():
+    groups = place_groups(plan(Policy.HARMONY_PP))
+    assert [(g.kind, g.pack, g.gpu) for g in groups] == [
+        (TaskKind.FORWARD, (0, 0), 0),
+        (TaskKind.FORWARD, (1, 1), 1),
+        (TaskKind.FORWARD, (2, 2), 0),
+        (TaskKind.BACKWARD, (3, 4), 1),
+        (TaskKind.BACKWARD, (0, 2), 0),
+    ]
+
+
+def test_pipeline_order_overlaps_what_unit_times_overlap():
+    assert drawn(plan(Policy.HARMONY_PP)) == "0:F0.0 0:F0.1 1:F1.0 0:F2.0 1:F1.1 0:F2.1 1:B1.0 0:B0.0 1:B1.1 0:B0.1"
+
+
+def test_a_backward_microbatch_waits_for_the_forward_ones_that_cover_it():
+    coarse = plan(Policy.HARMONY_PP, u_fwd=3, u_bwd=2, packs_fwd=((0, 2),))
+    assert drawn(coarse) == "0:F0.0 0:F0.1 1:B1.0 0:B0.0 1:B1.1 0:B0.1"
+
+
+def test_data_parallel_gpus_run_the_same_packs_on_their_shares():
+    uneven = plan(Policy.HARMONY_DP, minibatch=5, packs_fwd=((0, 2),))
+    groups = place_groups(uneven)
+    assert [g.pieces for g in groups if g.kind is TaskKind.FORWARD] == [((0, 2), (2, 3)), ((3, 5),)]
+    assert drawn(uneven) == "0:F0.0 1:F0.0 0:F0.1 1:B1.0 0:B1.0 1:B0.0 0:B1.1 0:B0.0 0:B0.1"
+
+
+def test_data_parallel_owners_take_turns_and_update_after_everyones_backward():
+    both = plan(Policy.HARMONY_DP, update=UpdateOn.GPU, minibatch=2, u_fwd=1, u_bwd=1, packs_fwd=((0, 2),))
+    owners = {g.pack_index: update_owner(both, g) for g in place_groups(both) if g.kind is TaskKind.BACKWARD}
+    assert owners == {0: 0, 1: 1}
+    assert drawn(both, frozenset(both.packs_bwd)) == "0:F0.0 1:F0.0 0:B1.0 1:B1.0 0:B0.0 1:U1.1 1:B0.0 0:U0.1"
+
+
+def test_a_pipeline_over_one_gpu_is_data_parallel_over_one_gpu():
+    def alone(policy):
+        return drawn(plan(policy, gpus=1))
+
+    assert alone(Policy.HARMONY_PP) == alone(Policy.HARMONY_DP)

@@ -1,0 +1,70 @@
+"""What every kind of task takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from sim.engine.durations import CostDurations, Demand, Demands, Flow, floor_ns, used_durations
+from sim.schedule import TaskKind, TensorKind
+from tests.sim.handmade import Hand, machine, one_gpu_schedule, plan, tiny_trace
+from traces.costs import Costs
+from traces.schema import Phase
+
+COSTS = Costs(tiny_trace())
+ON = machine(gpus=2, copy_overhead_ns=3)
+DEMANDS = Demands(ON, CostDurations(COSTS, ON, 2), 2)
+
+
+def demand(kind: TaskKind, layers: int | tuple[int, int] = 0, **fields: object) -> Demand:
+    hand = Hand(plan(gpus=2))
+    hand.task(kind, layers, **fields)
+    return DEMANDS.of(hand.tasks[0])
+
+
+def test_compute_takes_time_and_no_bytes() -> None:
+    assert demand(TaskKind.FORWARD, (0, 1), samples=(0, 2)) == Demand(16, ())
+    assert demand(TaskKind.BACKWARD, (0, 1), samples=(0, 1)) == Demand(8 + 18, ())
+    assert demand(TaskKind.UPDATE, (0, 1), gpu=1) == Demand(12, ())
+    assert demand(TaskKind.UPDATE, (0, 1), gpu=None) == Demand(120, ())
+
+
+def test_copies_take_their_route() -> None:
+    fabric = DEMANDS.fabric
+    kind = {"tensor_kind": TensorKind.WEIGHT, "bytes": 50}
+    assert demand(TaskKind.SWAP_IN, gpu=1, **kind) == Demand(3, (Flow(fabric.swap_in(1), 50),))
+    assert demand(TaskKind.SWAP_OUT, gpu=1, **kind) == Demand(3, (Flow(fabric.swap_out(1), 50),))
+    assert demand(TaskKind.P2P, gpu=1, peer=0, **kind) == Demand(3, (Flow(fabric.p2p(1, 0), 50),))
+
+
+def test_an_all_reduce_takes_every_edge_of_the_ring() -> None:
+    edges = DEMANDS.fabric.ring(2)
+    assert demand(TaskKind.ALLREDUCE, gpu=None, bytes=300) == Demand(3, tuple(Flow(edge, 150) for edge in edges))
+
+
+def test_a_reduction_takes_host_memory() -> None:
+    assert demand(TaskKind.REDUCE, 1, gpu=None) == Demand(0, (Flow(DEMANDS.fabric.host_memory(), 600),))
+
+
+def test_copies_compute_nothing() -> None:
+    hand = Hand()
+    hand.task(TaskKind.SWAP_IN)
+    with pytest.raises(ValueError, match="does not compute"):
+        CostDurations(COSTS, ON, 2).compute_ns(hand.tasks[0])
+
+
+def test_a_copy_without_a_gpu_has_no_route() -> None:
+    with pytest.raises(ValueError, match="names no GPU"):
+        demand(TaskKind.SWAP_IN, gpu=None)
+
+
+def test_the_durations_a_schedule_uses() -> None:
+    assert used_durations(one_gpu_schedule().tasks) == {
+        (Phase.FORWARD, 1),
+        (Phase.BACKWARD, 1),
+        (Phase.UPDATE_CPU, 0),
+    }
+
+
+def test_whole_nanoseconds_survive_rounding() -> None:
+    assert floor_ns(9.999999999999999e-10) == 1
+    assert floor_ns(2.9999e-9) == 2

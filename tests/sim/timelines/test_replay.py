@@ -1,0 +1,113 @@
+"""One pass over the dependencies, and what memory is held at the times it gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from sim.errors import ScheduleError
+from sim.schedule import Schedule, TaskKind, TensorKind
+from sim.timelines.replay import (
+    MemoryChange,
+    StepTimes,
+    host_peak,
+    in_sequence,
+    memory_changes,
+    peak_by_gpu,
+    peak_bytes,
+    replay_times,
+)
+from tests.sim.handmade import Hand, one_gpu_schedule, plan
+
+
+def two_lanes() -> Hand:
+    """A copy in, a forward that waits for it, and a second copy beside the forward; each allocates 10 or 20 bytes."""
+    hand = Hand()
+    first = hand.buffer(TensorKind.WEIGHT, 0, 10)
+    second = hand.buffer(TensorKind.WEIGHT, 1, 20)
+    hand.task(TaskKind.SWAP_IN, tensor_kind=TensorKind.WEIGHT, writes=(first,), allocates=(first,))
+    hand.task(TaskKind.FORWARD, samples=(0, 1), waits_for=(0,), reads=(first,), frees=(first,))
+    hand.task(TaskKind.SWAP_IN, 1, tensor_kind=TensorKind.WEIGHT, writes=(second,), allocates=(second,))
+    hand.task(TaskKind.FORWARD, 1, samples=(0, 1), waits_for=(2,), reads=(second,), frees=(second,))
+    return hand
+
+
+def test_tasks_start_when_their_predecessors_have_ended() -> None:
+    assert replay_times(two_lanes().schedule(), [5, 7, 1, 2]) == StepTimes([0, 5, 5, 12], [5, 12, 6, 14])
+
+
+def test_a_later_predecessor_is_refused() -> None:
+    hand = Hand()
+    hand.task(TaskKind.FORWARD, samples=(0, 1), waits_for=(1,))
+    hand.task(TaskKind.SWAP_IN, tensor_kind=TensorKind.WEIGHT)
+    with pytest.raises(ScheduleError, match=r"task 0\) waits for swap_in weight 0 on gpu 0 swap_in \(task 1\)"):
+        replay_times(hand.schedule(), [1, 1])
+
+
+def test_every_task_needs_a_duration() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        replay_times(two_lanes().schedule(), [1, 1, 1])
+
+
+def test_duration_is_from_first_start_to_last_end() -> None:
+    assert StepTimes([30, 10], [35, 90]).duration_ns == 80
+    assert StepTimes([], []).duration_ns == 0
+
+
+def test_memory_changes_by_time() -> None:
+    schedule = two_lanes().schedule()
+    weight = TensorKind.WEIGHT
+    assert memory_changes(schedule, replay_times(schedule, [5, 7, 1, 2])) == [
+        MemoryChange(0, 0, weight, 10),
+        MemoryChange(5, 0, weight, 20),
+        MemoryChange(12, 0, weight, -10),
+        MemoryChange(14, 0, weight, -20),
+    ]
+
+
+def test_recorded_memory_comes_before_the_plans() -> None:
+    recorded = [MemoryChange(9, 0, TensorKind.STASH, -4), MemoryChange(2, 0, TensorKind.STASH, 4)]
+    times = StepTimes([0] * 4, [0] * 4, memory=recorded)
+    assert memory_changes(two_lanes().schedule(), times) == recorded[::-1]
+
+
+@pytest.mark.parametrize(("lengths", "peak"), [([5, 7, 1, 2], 30), ([5, 0, 1, 2], 20)])
+def test_what_is_freed_at_a_moment_makes_room_for_what_comes_then(lengths: list[int], peak: int) -> None:
+    """With no time for the forward, the first buffer goes at 5, just when the second comes."""
+    schedule = two_lanes().schedule()
+    assert peak_by_gpu(schedule, replay_times(schedule, lengths)) == (peak,)
+
+
+def test_the_order_within_a_moment_does_not_matter() -> None:
+    stash = TensorKind.STASH
+    changes = [MemoryChange(0, 0, stash, 10), MemoryChange(5, 0, stash, 20), MemoryChange(5, 0, stash, -10)]
+    assert peak_bytes(changes) == peak_bytes([changes[0], changes[2], changes[1]]) == {0: 20}
+
+
+def test_peaks_are_kept_apart_by_device() -> None:
+    changes = [
+        MemoryChange(0, 0, TensorKind.DATA, 5),
+        MemoryChange(0, None, TensorKind.STASH, 7),
+        MemoryChange(1, 1, TensorKind.DATA, 3),
+        MemoryChange(1, 0, TensorKind.DATA, -5),
+    ]
+    assert peak_bytes(changes) == {0: 5, None: 7, 1: 3}
+
+
+def test_gpus_without_buffers_hold_nothing() -> None:
+    schedule = Hand(plan(gpus=2)).schedule()
+    assert peak_by_gpu(schedule, StepTimes([], [])) == (0, 0)
+
+
+def test_the_hosts_peak_has_its_store() -> None:
+    """Both boundary activations wait in the host while the weights of layer 1 come in."""
+    schedule: Schedule = one_gpu_schedule()
+    assert host_peak(schedule, replay_times(schedule, [task.bytes for task in schedule.tasks])) == 908 + 40
+
+
+def test_steps_in_sequence_begin_where_the_one_before_ended() -> None:
+    change = MemoryChange(7, 0, TensorKind.WEIGHT, 5)
+    placed = in_sequence([StepTimes([5, 6], [9, 8], copied_bytes=[1, 2], memory=[change]), StepTimes([0, 2], [2, 3])])
+    assert placed == [
+        StepTimes([0, 1], [4, 3], copied_bytes=[1, 2], memory=[change._replace(time_ns=2)]),
+        StepTimes([4, 6], [6, 7]),
+    ]
