@@ -1,15 +1,19 @@
-"""Runs schedules on devices, and measures models and machines. Needs torch (the extra ``executor``).
+"""Runs schedules on devices, and measures models and machines. Needs torch (the extra ``executor``)::
 
-A schedule at work, from the top down::
+    from executor import calibrate, load_workload, profile, run
 
-    run.py          a Schedule, a workload and a machine → a measured Timeline
-    session.py      trains step by step: each task goes to whoever carries it out
-    lanes.py        a thread for every busy lane; waiting, failing, stopping
-    calculations.py forward, backward and update tasks   ← compute.py, optimizer.py
-    transfers.py    copies, all-reduces and reductions
-    places.py       where tensors are                    ← arena.py, store.py, layout.py
-    devices.py      the façade: queues and marks         ← emulated.py (with links.py), cuda.py
-
-A new device is one more implementation of :class:`executor.devices.Devices`. ``layers.py``, ``profile.py`` and
-``calibrate.py`` make what schedules are planned from.
+==============  ========================================================================================
+``models/``     a model as a sequence of layers, its data and loss
+``measuring/``  ``profile``: a workload → a Trace; ``calibrate``: a described Machine → a measured one
+``devices/``    the façade (queues and marks), emulated GPUs with their shared links, CUDA
+``running/``    ``run``: a Schedule, a workload and a machine → a measured Timeline
+==============  ========================================================================================
 """
+
+from .devices.facade import DeviceKind
+from .measuring.calibrate import calibrate
+from .measuring.profile import profile
+from .models.workloads import Workload, load_workload
+from .running.run import RunResult, run
+
+__all__ = ["DeviceKind", "RunResult", "Workload", "calibrate", "load_workload", "profile", "run"]

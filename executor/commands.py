@@ -14,13 +14,13 @@ from sim.schedule_files import load_schedule
 from sim.validation.validate import validate
 from traces.schema import Trace
 
-from .calibrate import calibrate, cuda_machine
-from .devices import DeviceKind
+from .devices.facade import DeviceKind
 from .errors import DeviceError
-from .models import load_workload
-from .profile import profile
+from .measuring.calibrate import calibrate, cuda_machine
+from .measuring.profile import profile
+from .models.workloads import load_workload
 from .reporting import Progress, silent
-from .run import RunResult, run
+from .running.run import RunResult, run
 
 EMULATED_MACHINE = "emulated"
 """The shipped machine that says how this computer plays GPUs."""

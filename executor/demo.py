@@ -30,14 +30,14 @@ from traces.costs import Costs
 from traces.files import save_trace, write_atomically
 from traces.schema import Trace
 
-from .calibrate import calibrate
 from .demo_report import DemoReport, Outcome
-from .devices import DeviceKind
-from .models import load_workload
-from .profile import default_microbatches, profile
+from .devices.facade import DeviceKind
+from .measuring.calibrate import calibrate
+from .measuring.profile import default_microbatches, profile
+from .models.workloads import load_workload
 from .reference import plain_losses
 from .reporting import Progress, silent
-from .run import run
+from .running.run import run
 
 MODEL = "gpt2-demo"
 MACHINE = "emulated"

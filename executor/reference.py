@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .models import Workload, adam
-from .optimizer import OptimizerFactory
+from .models.workloads import Workload, adam
 from .reporting import Progress, silent
+from .running.optimizer import OptimizerFactory
 
 
 def plain_losses(

@@ -98,13 +98,13 @@ def test_the_parser_sees_relative_and_deferred_imports(tmp_path: Path, monkeypat
     module = tmp_path / "sim" / "views" / "made_up.py"
     module.parent.mkdir(parents=True)
     module.write_text(
-        "from ..engine import simulate\nfrom .. import planner\nimport executor.run as run\n"
+        "from ..engine import simulate\nfrom .. import planner\nimport executor.running.run as run\n"
         "if TYPE_CHECKING:\n    import torch\n"
         "def late():\n    from executor import demo\n"
     )
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     seen = set(imported_modules(module))
-    expected = {("sim.engine.simulate", True), ("sim.planner", True), ("executor.run", True), ("torch", False)}
+    expected = {("sim.engine.simulate", True), ("sim.planner", True), ("executor.running.run", True), ("torch", False)}
     assert expected | {("executor.demo", False)} <= seen
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from executor.devices import DeviceKind
+from executor.devices.facade import DeviceKind
 
 torch.set_num_threads(1)
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from executor.layers import LayerModel, LossFunction, decompose
+from executor.models.layers import LayerModel, LossFunction, decompose
 from sim.hardware.machine import Emulation, Gpu, Host, Link, Machine
 from traces.schema import Layer, Phase, SizeRow, TiedWeight, TimeRow, Trace
 

@@ -1,0 +1,232 @@
+"""Emulated GPUs: real tensors and real copies on the CPU, as slow as the machine's description says.
+
+All mathematics runs under one lock of the process. A task of mathematics then sleeps until it has lasted ``1 / speed``
+times the steady CPU time (``processor.py``) that it really took, so that a busy machine, or other emulated GPUs taking
+their turn, do not blur it. Copies are real, and share the nominal links of the machine's ``[emulation]`` part in real
+time.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from sim.errors import MachineError
+from sim.hardware.fabric import Fabric, Route, ring_edge_bytes
+from sim.hardware.machine import Machine
+from sim.schedule import Lane, LaneKey
+from sim.units import NS_PER_S
+
+from .facade import Aborted, Copy, Mark, Overruns, T
+from .links import Load, SharedLinks
+from .processor import SteadyClock, quiet
+
+_MATHEMATICS = threading.Lock()
+"""Held by whoever calculates: one emulated GPU at a time, in the whole process."""
+
+PIECE_BYTES = 512 * 1024
+"""Copies go on in pieces of at least this size …"""
+PIECE_S = 0.002
+"""… which take at least this long, so that waking after each costs little."""
+
+
+def nominal_machine(machine: Machine) -> Machine:
+    """The machine that is emulated: its links at the nominal rates of the ``[emulation]`` part, without delays.
+
+    What copying costs besides (its start, host memory) is real here, for calibration to measure. Raises MachineError
+    for a machine without such a part.
+    """
+    emulation = machine.emulation
+    if emulation is None:
+        raise MachineError(
+            f"machine {machine.name} cannot be emulated: it has no [emulation] part with pace and nominal rates; "
+            "use the machine 'emulated', or add one"
+        )
+    replace = msgspec.structs.replace
+    links = tuple(replace(link, bandwidth=emulation.links[link.name], latency_ns=0) for link in machine.links)
+    gpus = tuple(
+        replace(gpu, bandwidth=emulation.gpu_bandwidth, p2p_bandwidth=emulation.p2p_bandwidth, copy_overhead_ns=0)
+        for gpu in machine.gpus
+    )
+    return replace(machine, host=replace(machine.host, dram_bandwidth=math.inf), links=links, gpus=gpus)
+
+
+class EmulatedDevices:
+    """See :class:`~executor.devices.facade.Devices`."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.fabric = Fabric(nominal_machine(machine))
+        self.links = SharedLinks(self.fabric)
+        self._paces = [1 / gpu.speed for gpu in machine.gpus]
+        self._host_pace = 1 / machine.host.speed
+        self._clock = SteadyClock()
+        self._aborted = threading.Event()
+        self._overruns = Overruns()
+
+    @property
+    def gpus(self) -> int:
+        """See :class:`~executor.devices.facade.Devices`; so for all methods."""
+        return len(self._paces)
+
+    @property
+    def overruns(self) -> Overruns:
+        """Tasks of mathematics that lasted longer than their pace asks."""
+        return self._overruns
+
+    def device(self, gpu: int) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    def generator(self, gpu: int) -> torch.Generator:
+        """The process's generator, which all emulated GPUs share under the lock."""
+        return torch.default_generator
+
+    def gpu_bytes(self, gpu: int, size: int) -> Tensor:
+        """Plain memory; its user counts what it takes."""
+        return torch.empty(size, dtype=torch.uint8)
+
+    def host_bytes(self, size: int) -> Tensor:
+        """Plain memory."""
+        return torch.empty(size, dtype=torch.uint8)
+
+    def queue(self, lane: LaneKey) -> EmulatedQueue:
+        """A synchronous queue."""
+        return EmulatedQueue(self, lane)
+
+    def running(self) -> AbstractContextManager[None]:
+        """One thread for each operator: threads of torch would contend with the other emulated GPUs'."""
+        return quiet()
+
+    def begin(self) -> None:
+        """Empty links, nothing aborted."""
+        self._aborted.clear()
+        self.links.reopen()
+
+    def finish(self) -> None:
+        """Nothing to wait for: queues are synchronous."""
+
+    def time_ns(self, mark: Mark) -> int:
+        """Marks are times."""
+        assert isinstance(mark, int)
+        return mark
+
+    def abort(self) -> None:
+        """Wake who sleeps for its pace or waits for a link."""
+        self._aborted.set()
+        self.links.close()
+
+    def calculate(self, gpu: int | None, work: Callable[[], T]) -> T:
+        """Do ``work`` under the lock, and return when it has lasted its pace times its steady CPU time."""
+        started_ns = time.perf_counter_ns()
+        results: list[T] = []
+        with _MATHEMATICS:
+            if self._aborted.is_set():
+                raise Aborted
+            due_ns = self._pace(gpu) * self._clock(lambda: results.append(work()))
+            late_ns = time.perf_counter_ns() - started_ns - due_ns
+            if late_ns > 0:
+                self._overruns = Overruns(self._overruns.count + 1, self._overruns.total_ns + round(late_ns))
+        if late_ns < 0 and self._aborted.wait(self._left_s(started_ns, due_ns)):
+            raise Aborted
+        return results[0]
+
+    def _pace(self, gpu: int | None) -> float:
+        return self._host_pace if gpu is None else self._paces[gpu]
+
+    def _left_s(self, started_ns: int, duration_ns: float) -> float:
+        return max(0.0, started_ns + duration_ns - time.perf_counter_ns()) / NS_PER_S
+
+
+class EmulatedQueue:
+    """A queue that does everything at once. See :class:`~executor.devices.facade.Queue`."""
+
+    def __init__(self, devices: EmulatedDevices, lane: LaneKey) -> None:
+        self._devices = devices
+        self._gpu, self._lane = lane
+        self._ways: dict[int | None, _Way] = {}  # by peer
+
+    def wait(self, mark: Mark) -> None:
+        """Whoever set the mark has done the work before it."""
+
+    def mark(self) -> int:
+        """Now, on the clock of ``time.perf_counter_ns``."""
+        return time.perf_counter_ns()
+
+    def compute(self, work: Callable[[], T]) -> T:
+        """Paced mathematics of this lane's GPU, or of the host."""
+        return self._devices.calculate(self._gpu, work)
+
+    def swap(self, copies: Sequence[Copy]) -> None:
+        """Copy at the rate of the lane's direction."""
+        self._carry(copies, None)
+
+    def send(self, copies: Sequence[Copy], peer: int) -> None:
+        """Copy at the rate of the way to the peer."""
+        self._carry(copies, peer)
+
+    def all_reduce(self, shares: Sequence[Tensor]) -> None:
+        """Add piece by piece, as fast as a ring of these GPUs would."""
+        routes = self._devices.fabric.ring(len(shares))
+        loads = [Load(route, ring_edge_bytes(shares[0].nbytes, len(shares))) for route in routes]
+        self._devices.links.carry(loads, _add_up(shares))
+
+    def _carry(self, copies: Sequence[Copy], peer: int | None) -> None:
+        way = self._ways.get(peer)
+        if way is None:
+            way = self._ways[peer] = self._find_way(peer)
+        total = sum([copy.target.nbytes for copy in copies])
+        self._devices.links.carry([Load(way.route, total)], _copy_pieces(copies, total, way.piece_bytes))
+
+    def _find_way(self, peer: int | None) -> _Way:
+        fabric, gpu = self._devices.fabric, self._gpu
+        assert gpu is not None
+        if peer is not None:
+            route = fabric.p2p(gpu, peer)
+        else:
+            route = fabric.swap_in(gpu) if self._lane is Lane.SWAP_IN else fabric.swap_out(gpu)
+        return _Way(route, max(PIECE_BYTES, round(fabric.uncontended_rate(route) * PIECE_S)))
+
+
+class _Way(NamedTuple):
+    """Where a queue's copies go, and in pieces of how many bytes."""
+
+    route: Route
+    piece_bytes: int
+
+
+def _copy_pieces(copies: Sequence[Copy], total: int, piece_bytes: int) -> Iterator[float]:
+    """Copy, and yield the share that is done after every ``piece_bytes``."""
+    done = due = 0
+    for target, source in copies:
+        size = target.nbytes
+        for start in range(0, size, piece_bytes):
+            if size <= piece_bytes:
+                target.copy_(source)
+            else:
+                target[start : start + piece_bytes].copy_(source[start : start + piece_bytes])
+            done += min(piece_bytes, size - start)
+            if piece_bytes <= done - due < total - due:
+                due = done
+                yield done / total
+
+
+def _add_up(shares: Sequence[Tensor]) -> Iterator[float]:
+    """Leave the sum of flat tensors in all of them, added in rank order; yields the share that is done."""
+    count = shares[0].numel()
+    length = max(1, PIECE_BYTES // shares[0].element_size())
+    for start in range(0, count, length):
+        pieces = [share[start : start + length] for share in shares]
+        total = pieces[0].clone()
+        for piece in pieces[1:]:
+            total += piece
+        for piece in pieces:
+            piece.copy_(total)
+        yield min(1.0, (start + length) / count)

@@ -1,0 +1,1 @@
+"""What schedules are planned from: profiles of models, calibrated machines."""

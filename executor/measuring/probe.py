@@ -1,0 +1,166 @@
+"""A first run of a model, layer by layer: what reaches each layer, which are alike, and whether all keep the rules.
+
+The rules are those of every later run: one dense tensor between layers, batch dimension first; a scalar loss; every
+trained parameter takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import ModelError, WorkloadError
+from ..models.layers import LayerModel, LayerSpec
+from ..running.compute import Chance, GpuModel, LayerTensors
+from .likeness import likeness
+
+TensorsOf = Callable[[int], LayerTensors]
+"""A layer's tensors on the device, by its index."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a first run found of layers that are alike.
+
+    ``layers``: their indices. ``inputs``: x (of the loss, labels too) for a few samples. ``output``: what came out.
+    ``random``: another seed gave another output.
+    """
+
+    layers: tuple[int, ...]
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+    random: bool
+
+    def inputs_for(self, samples: int) -> tuple[Tensor, ...]:
+        """Inputs for as many samples as wanted, the few repeated."""
+        return tuple(_repeat(tensor, samples) for tensor in self.inputs)
+
+    def output_gradient_for(self, samples: int) -> Tensor | float:
+        """A gradient in the shape of the output; of a loss, 1."""
+        return 1.0 if len(self.inputs) > 1 else _repeat(torch.ones_like(self.output), samples)
+
+
+def _repeat(tensor: Tensor, samples: int) -> Tensor:
+    return tensor[torch.arange(samples, device=tensor.device) % len(tensor)]
+
+
+def check_batch(batch: object, samples: int) -> tuple[Tensor, Tensor]:
+    """A batch as a workload gave it. Raises WorkloadError unless it is two tensors of ``samples`` each."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise WorkloadError(f"the batch function returned {type(batch).__name__}; it must return (inputs, labels)")
+    for what, tensor in zip(("inputs", "labels"), batch, strict=True):
+        if not isinstance(tensor, Tensor):
+            raise WorkloadError(f"the batch's {what} are {type(tensor).__name__}; they must be one tensor")
+        if tensor.ndim == 0 or len(tensor) != samples:
+            raise WorkloadError(
+                f"the batch's {what} have shape {tuple(tensor.shape)}, but {samples} samples were asked for; the first "
+                "dimension must be the samples"
+            )
+    return batch[0], batch[1]
+
+
+def probe(
+    model: LayerModel, inputs: Tensor, labels: Tensor, tensors_of: TensorsOf, generator: torch.Generator
+) -> list[Found]:
+    """Run a model on a small batch: of layers that are alike, the first one, forward (twice) and backward.
+
+    Returns what was found, in order of first layers. Raises ModelError naming the layer that breaks a rule.
+    """
+    gpu = GpuModel(model)
+    found: dict[Hashable, Found] = {}
+    x = inputs
+    for index, layer in enumerate(model.layers):
+        key = likeness(layer, x), _owned(model, index)
+        if key in found:
+            known = found[key]
+            found[key] = Found((*known.layers, index), known.inputs, known.output, known.random)
+        else:
+            args = (x, labels) if index == len(model) - 1 else (x,)
+            found[key] = _First(gpu, index, layer, args, tensors_of(index), generator).run()
+        x = found[key].output
+    return list(found.values())
+
+
+def _owned(model: LayerModel, layer: int) -> Hashable:
+    """Which parameters the layer's update changes, and how many layers contribute to each."""
+    users = {group.name: len(group.layers) for group in model.tied}
+    return tuple((name, users.get(named.qualified, 1)) for name, named in model.owned(layer).items())
+
+
+@dataclass(frozen=True)
+class _First:
+    """The first run of one layer."""
+
+    gpu: GpuModel
+    index: int
+    layer: LayerSpec
+    args: tuple[Tensor, ...]
+    tensors: LayerTensors
+    generator: torch.Generator
+
+    @property
+    def _place(self) -> str:
+        return f"layer {self.layer.name} ({self.layer.kind})"
+
+    @property
+    def _run(self) -> range:
+        return range(self.index, self.index + 1)
+
+    def run(self) -> Found:
+        first, second = self._forward(seed=0), self._forward(seed=1)
+        self._check_output(first)
+        self._check_gradients(first)
+        return Found((self.index,), self.args, first, random=not torch.equal(first.nan_to_num(), second.nan_to_num()))
+
+    def _forward(self, seed: int) -> Tensor:
+        outputs: list[Tensor] = []
+        chance = Chance(self.generator, seed, 0, 0)
+        tensors = {self.index: self.tensors}
+        try:
+            self.gpu.forward(self._run, self.args, tensors, chance, lambda _, x: outputs.append(x))
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"{self._place} fails on an input of shape {tuple(self.args[0].shape)} and {self.args[0].dtype}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return outputs[0]
+
+    def _check_output(self, output: Tensor) -> None:
+        shape, samples = tuple(output.shape), len(self.args[0])
+        if output.layout is not torch.strided:
+            raise ModelError(f"{self._place} returns a tensor of layout {output.layout}; it must be dense")
+        if len(self.args) > 1 and shape:
+            raise ModelError(f"the loss has shape {shape}; it must be a scalar, the mean over the samples")
+        if len(self.args) == 1 and (not shape or shape[0] != samples):
+            raise ModelError(
+                f"{self._place} makes shape {shape} of {samples} sample(s); the first dimension must be the samples, "
+                "as microbatches are cut there"
+            )
+
+    def _check_gradients(self, output: Tensor) -> None:
+        weights, trained = self.tensors.weights, list(self.tensors.gradients)
+        reached: set[str] = set()
+        hooks = [_note_gradient(weights[name], name, reached) for name in trained]
+        gradient = 1.0 if len(self.args) > 1 else torch.ones_like(output)
+        chance = Chance(self.generator, 0, 0, 0)
+        self.gpu.backward(self._run, self.args, gradient, {self.index: self.tensors}, chance, first_time=False)
+        for hook in hooks:
+            hook()
+        unused = [self.layer.parameters[name].qualified for name in trained if name not in reached]
+        if unused:
+            raise ModelError(
+                f"{self._place} does not use its parameter(s) {', '.join(unused[:5])}: no gradient reaches them; "
+                "remove them, or freeze them (requires_grad_(False))"
+            )
+
+
+def _note_gradient(weight: Tensor, name: str, reached: set[str]) -> Callable[[], None]:
+    """Note when backward has added a gradient; returns what takes the note away."""
+    handle = weight.register_post_accumulate_grad_hook(lambda _: reached.add(name))  # type: ignore[no-untyped-call]
+    remove: Callable[[], None] = handle.remove
+    return remove

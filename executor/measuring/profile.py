@@ -1,0 +1,228 @@
+"""Profiling: measuring what a model costs, layer by layer, as a Trace.
+
+    check     a small batch through the model; which layers are alike
+    sizes     memory of each unlike layer at each microbatch size
+    times     each unlike layer at each size, and its updates, in turn until the budget is spent
+
+Layers that are alike are measured together: each round times another of them, as running them in turn does to
+caches. A backward task repeats its forward with recording, which costs a little more than without, so what is timed is
+both together, and BACKWARD is that less FORWARD: then FORWARD + BACKWARD is what the task takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+import torch
+
+from traces.schema import Layer, Phase, SizeRow, TiedWeight, TimeRow, Trace
+
+from ..devices.processor import SteadyClock, quiet
+from ..errors import WorkloadError
+from ..models.layers import decompose
+from ..models.workloads import Workload, adam
+from ..reporting import Progress, silent
+from ..running.compute import Chance, GpuModel, LayerTensors
+from ..running.optimizer import OptimizerFactory, PackOptimizer
+from .bench import LayerBench, UpdateBench, layer_tensors
+from .probe import Found, check_batch, probe
+from .sampling import Clock, Sampled, cuda_clock, sample, summarise, wall_clock
+from .sizes import LayerBytes, measure_sizes
+
+MEMBERS = 3
+"""Of layers that are alike, so many are measured in turn."""
+
+_SIZES_SHARE = 0.15
+"""About the share of the time that checks and sizes take."""
+
+_CPU = torch.device("cpu")
+
+
+def default_microbatches(minibatch: int) -> tuple[int, ...]:
+    """1, 2, 3, 4, 6, 8, 12, … up to the minibatch, which is always among them; in between, costs are interpolated."""
+    steps = {base << shift for base in (1, 3) for shift in range(minibatch.bit_length())}
+    return tuple(sorted({size for size in steps if size <= minibatch} | {minibatch}))
+
+
+def profile(
+    workload: Workload,
+    *,
+    microbatches: Sequence[int],
+    optimizer: OptimizerFactory = adam,
+    device: torch.device = _CPU,
+    warmups: int = 1,
+    repeats: int = 21,
+    budget_s: float = 60.0,
+    progress: Progress = silent,
+) -> Trace:
+    """Measure a workload at these microbatch sizes on a device. The model is not changed.
+
+    On the CPU, times are steady CPU time of one thread (``devices/processor.py``), updates on the "GPU" included; on
+    CUDA they are the device's own, and updates on the host what passes with all of torch's threads. Each duration is a
+    median of up to ``repeats`` rounds: as many as fit into ``budget_s`` seconds, but at least 3. Raises ModelError or
+    WorkloadError for a model, loss or batch that no schedule can run, naming the layer.
+    """
+    sizes = tuple(sorted(set(microbatches)))
+    if not sizes or sizes[0] < 1:
+        raise WorkloadError(f"microbatch sizes are {list(microbatches)}; give at least one, each 1 or more")
+    if repeats < 1:
+        raise WorkloadError(f"{repeats} repeats leave nothing to measure; give at least 1")
+    with quiet() if device.type == "cpu" else torch.cuda.device(device):
+        return _Profiler(workload, sizes, optimizer, device).trace(warmups, repeats, budget_s, progress)
+
+
+class _Profiler:
+    """One profile on its way."""
+
+    def __init__(
+        self, workload: Workload, microbatches: tuple[int, ...], optimizer: OptimizerFactory, device: torch.device
+    ) -> None:
+        self._workload, self._microbatches = workload, microbatches
+        self._factory, self._device = optimizer, device
+        self._model = decompose(workload.model, workload.loss_fn)
+        trained = [parameter for parameter in workload.model.parameters() if parameter.requires_grad]
+        if not trained:
+            raise WorkloadError(f"{workload.name}: every parameter is frozen; there is nothing to train")
+        self._optimizer = PackOptimizer(optimizer(trained))
+        self._gpu = GpuModel(self._model)
+        self._clock: Clock = SteadyClock() if device.type == "cpu" else cuda_clock(device)
+        self._host_clock: Clock = self._clock if device.type == "cpu" else wall_clock
+        generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[_index(device)]
+        self._chance = Chance(generator, 0, 0, 0)
+        self._tensors: dict[int, LayerTensors] = {}
+
+    def trace(self, warmups: int, repeats: int, budget_s: float, progress: Progress) -> Trace:
+        progress(0.0, "checking the model")
+        few = self._microbatches[0]
+        inputs, labels = check_batch(self._workload.batch(few, 0), few)
+        found = probe(
+            self._model, inputs.to(self._device), labels.to(self._device), self._tensors_of, self._chance.generator
+        )
+        sizes = self._sizes(found, progress)
+        times, rounds = self._times(found, warmups, repeats, budget_s, progress)
+        progress(1.0, "profiled")
+        return Trace(
+            model=self._workload.name,
+            device=str(self._device) if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
+            dtype=self._dtype(),
+            optimizer=type(self._optimizer.optimizer).__name__,
+            label_bytes_per_sample=labels.nbytes // few,
+            layers=self._layer_rows(found),
+            times=times,
+            sizes=sizes,
+            framework=f"torch {torch.__version__}",
+            threads=torch.get_num_threads(),
+            warmups=warmups,
+            repeats=rounds,
+        )
+
+    def _tensors_of(self, layer: int) -> LayerTensors:
+        if layer not in self._tensors:
+            self._tensors[layer] = layer_tensors(self._model, layer, self._device)
+        return self._tensors[layer]
+
+    def _sizes(self, found: Sequence[Found], progress: Progress) -> tuple[SizeRow, ...]:
+        rows: dict[tuple[int, int], LayerBytes] = {}
+        for at, kind in enumerate(found):
+            first = kind.layers[0]
+            progress(_SIZES_SHARE * at / len(found), f"memory of {self._model.layers[first].name}")
+            for u in self._microbatches:
+                measured = measure_sizes(self._model, first, kind.inputs_for(u), self._tensors_of(first), self._chance)
+                rows.update({(layer, u): measured for layer in kind.layers})
+        return tuple(SizeRow(layer=layer, microbatch=u, **asdict(rows[layer, u])) for layer, u in sorted(rows))
+
+    def _times(
+        self, found: Sequence[Found], warmups: int, repeats: int, budget_s: float, progress: Progress
+    ) -> tuple[tuple[TimeRow, ...], int]:
+        """Rows of all phases, and how many rounds count."""
+        pieces: dict[tuple[int, Phase, int], Callable[[int], int]] = {}
+        for at, kind in enumerate(found):
+            members = kind.layers[:MEMBERS]
+            benches = [
+                LayerBench(self._model, layer, self._gpu, self._tensors_of(layer), self._chance) for layer in members
+            ]
+            for u in self._microbatches:
+                pieces[at, Phase.FORWARD, u] = self._forward(benches, kind, u)
+                pieces[at, Phase.BACKWARD, u] = self._forward_and_backward(benches, kind, u)
+            if self._model.owned(members[0]):
+                updates = [UpdateBench(self._model, layer, self._device, self._factory) for layer in members]
+                pieces[at, Phase.UPDATE_CPU, 0] = self._update(updates, on_host=True)
+                pieces[at, Phase.UPDATE_GPU, 0] = self._update(updates, on_host=False)
+        durations = sample(
+            list(pieces.values()),
+            warmups=warmups,
+            repeats=repeats,
+            budget_s=budget_s,
+            progress=lambda share, what: progress(_SIZES_SHARE + (1 - _SIZES_SHARE) * share, f"times, {what}"),
+        )
+        sampled = {key: summarise(each) for key, each in zip(pieces, durations, strict=True)}
+        for at, phase, u in pieces:
+            if phase is Phase.BACKWARD:
+                both = sampled[at, phase, u]
+                backward_ns = max(0, both.median_ns - sampled[at, Phase.FORWARD, u].median_ns)
+                sampled[at, phase, u] = Sampled(backward_ns, both.spread_ns)
+        rows = [
+            TimeRow(layer=layer, phase=phase, microbatch=u, duration_ns=each.median_ns, spread_ns=each.spread_ns)
+            for (at, phase, u), each in sampled.items()
+            for layer in found[at].layers
+        ]
+        order = list(Phase)
+        rows.sort(key=lambda row: (order.index(row.phase), row.layer, row.microbatch))
+        return tuple(rows), len(durations[0])
+
+    def _forward(self, benches: Sequence[LayerBench], kind: Found, u: int) -> Callable[[int], int]:
+        return lambda number: benches[number % len(benches)].forward_ns(kind.inputs_for(u), self._clock)
+
+    def _forward_and_backward(self, benches: Sequence[LayerBench], kind: Found, u: int) -> Callable[[int], int]:
+        return lambda number: benches[number % len(benches)].forward_and_backward_ns(
+            kind.inputs_for(u), kind.output_gradient_for(u), self._clock
+        )
+
+    def _update(self, benches: Sequence[UpdateBench], *, on_host: bool) -> Callable[[int], int]:
+        if on_host:
+            return lambda number: benches[number % len(benches)].host_ns(self._host_clock)
+        return lambda number: benches[number % len(benches)].device_ns(self._clock)
+
+    def _layer_rows(self, found: Sequence[Found]) -> tuple[Layer, ...]:
+        random = {layer: kind.random for kind in found for layer in kind.layers}
+        tied = {group.name: group for group in self._model.tied}
+        rows = []
+        for index, spec in enumerate(self._model.layers):
+            shared = {named.qualified for named in spec.parameters.values()} & tied.keys()
+            rows.append(
+                Layer(
+                    name=spec.name,
+                    kind=spec.kind,
+                    weight_bytes=spec.weight_bytes,
+                    gradient_bytes=spec.gradient_bytes,
+                    optimizer_state_bytes=self._state_bytes(index),
+                    buffer_bytes=spec.buffer_bytes,
+                    trainable=bool(spec.trainable) or not spec.parameters,
+                    tied=tuple(
+                        TiedWeight(group=name, weight_bytes=tied[name].parameter.nbytes) for name in sorted(shared)
+                    ),
+                    changes_buffers=spec.changes_buffers,
+                    cut_sensitive=spec.cut_sensitive or random[index],
+                )
+            )
+        return tuple(rows)
+
+    def _state_bytes(self, layer: int) -> int:
+        """Of the optimizer's state, what has the parameter's own shape: that moves with it."""
+        return sum(
+            named.tensor.numel() * dtype.itemsize
+            for named in self._model.owned(layer).values()
+            for dtype in self._optimizer.state_entries(named.tensor).values()
+        )
+
+    def _dtype(self) -> str:
+        """The dtype of most of the parameters' bytes."""
+        totals: dict[torch.dtype, int] = {}
+        for parameter in self._workload.model.parameters():
+            totals[parameter.dtype] = totals.get(parameter.dtype, 0) + parameter.nbytes
+        return str(max(totals, key=lambda dtype: totals[dtype])).removeprefix("torch.")
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index

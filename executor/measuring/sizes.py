@@ -1,0 +1,123 @@
+"""How much memory of autograd's own one layer takes, measured while it runs as the executor runs it.
+
+    forward without recording                    peak            → forward_workspace_bytes
+    forward with recording, then what is alive   live            → saved_bytes
+    the same and backward, from start to end     peak - saved    → workspace_bytes
+
+Inputs, parameters and gradient buffers lie in memory that schedules plan, and do not count. In a pack, a layer's
+incoming gradient is made by the layer behind it; here a stand-in for that layer makes it. The scalar loss and its
+gradient, which a pack with the loss holds until its backward has ended, belong to no layer in front of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..models.layers import LayerModel, LayerSpec, NamedBuffer
+from ..running.compute import Chance, GpuModel, LayerTensors
+from ..running.storage import MemoryMeter, measure_memory
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of one layer at one microbatch size; see :class:`~traces.schema.SizeRow`."""
+
+    input_bytes: int
+    output_bytes: int
+    input_gradient_bytes: int
+    saved_bytes: int
+    workspace_bytes: int
+    forward_workspace_bytes: int
+
+
+def measure_sizes(
+    model: LayerModel, layer: int, inputs: Sequence[Tensor], tensors: LayerTensors, chance: Chance
+) -> LayerBytes:
+    """Run a layer forward without recording, and then forward and backward with it.
+
+    ``inputs`` are x of the layer and, for the loss, the labels. Adds to the layer's gradients.
+    """
+    spec = model.layers[layer]
+    if layer == len(model) - 1:
+        spec = _labelled(spec, inputs[1])
+        tensors = replace(tensors, buffers={f"inner.{name}": tensor for name, tensor in tensors.buffers.items()})
+    x = inputs[0]
+    behind = _LayerBehind()
+    gpu = GpuModel(LayerModel(model.model, model.loss_fn, (spec, behind.as_layer())))
+    every = {0: tensors, 1: LayerTensors({}, {}, {})}
+    outputs: list[int] = []
+    with measure_memory(x.device) as meter:
+        gpu.forward(range(1), [x], every, chance, lambda _, output: outputs.append(output.nbytes))
+        forward_peak = meter.peak_bytes
+    with measure_memory(x.device) as meter:
+        behind.meter = meter
+        gradient, _ = gpu.backward(range(2), [x], 1.0, every, chance, first_time=True)
+        peak = meter.peak_bytes
+    return LayerBytes(
+        input_bytes=x.nbytes,
+        output_bytes=outputs[0],
+        input_gradient_bytes=0 if gradient is None else gradient.nbytes,
+        saved_bytes=behind.saved_bytes,
+        workspace_bytes=peak - behind.saved_bytes,
+        forward_workspace_bytes=forward_peak,
+    )
+
+
+class _Gradient(torch.autograd.Function):
+    """Nothing forward; in backward a new gradient in the shape of what came in, which nobody else holds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.like = x.shape, x.dtype, x.device
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        shape, dtype, device = ctx.like
+        return torch.ones(shape, dtype=dtype, device=device)
+
+
+class _LayerBehind(nn.Module):
+    """Stands in for the layer behind: notes what is alive when the layer's output reaches it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter: MemoryMeter | None = None
+        self.saved_bytes = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # Skeletons are copies; this one is to be asked afterwards.
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take the output and return a tensor of no bytes."""
+        if self.meter is not None:
+            self.saved_bytes = self.meter.live_bytes
+        result: Tensor = _Gradient.apply(x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return result
+
+    def as_layer(self) -> LayerSpec:
+        return LayerSpec("behind", "stand-in", self, {}, {}, random=False, changes_buffers=False)
+
+
+class _Labelled(nn.Module):
+    """A loss whose labels are given, so that something can stand behind it."""
+
+    def __init__(self, inner: nn.Module, labels: Tensor) -> None:
+        super().__init__()
+        self.inner, self.labels = inner, labels
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """The loss."""
+        loss: Tensor = self.inner(logits, self.labels)
+        return loss
+
+
+def _labelled(spec: LayerSpec, labels: Tensor) -> LayerSpec:
+    buffers = {f"inner.{name}": NamedBuffer(*named) for name, named in spec.buffers.items()}
+    return replace(spec, module=_Labelled(spec.module, labels), buffers=buffers)

@@ -1,0 +1,1 @@
+"""Models as sequences of layers, with their data: what is trained."""

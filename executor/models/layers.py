@@ -1,0 +1,296 @@
+"""A torch model as a list of layers, the loss last.
+
+A layer is a module that turns one tensor into one tensor, batch dimension first; the loss layer turns (logits,
+labels) into a scalar. :func:`decompose` finds the layers without changing the model: it wraps the model's own
+modules. Which models it understands is a table (:data:`FAMILIES`); a new family is one more entry.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.rnn import RNNBase
+
+from ..errors import ModelError
+from . import gpt2
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""(output of the last layer, labels) → scalar, a mean over the samples."""
+
+LOSS_PREFIX = "loss_fn"
+"""Where buffers of a loss module (class weights, say) appear among qualified names."""
+
+
+class NamedParameter(NamedTuple):
+    """A parameter, and its name in the user's model (of a shared one, the first name)."""
+
+    qualified: str
+    tensor: nn.Parameter
+
+
+class NamedBuffer(NamedTuple):
+    """A buffer, and its name in the user's model."""
+
+    qualified: str
+    tensor: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSpec:
+    """One layer: ``module(x) -> Tensor``; the loss layer's is ``module(logits, labels) -> scalar``.
+
+    ``parameters`` and ``buffers`` are keyed by their name inside ``module``, each tensor once. ``random``: the layer
+    holds dropout or the like, in training mode. ``changes_buffers``: its forward writes its buffers (BatchNorm).
+    """
+
+    name: str
+    kind: str
+    module: nn.Module
+    parameters: Mapping[str, NamedParameter]
+    buffers: Mapping[str, NamedBuffer]
+    random: bool
+    changes_buffers: bool
+
+    @cached_property
+    def trainable(self) -> Mapping[str, NamedParameter]:
+        """The parameters that get a gradient (``requires_grad``)."""
+        return {local: named for local, named in self.parameters.items() if named.tensor.requires_grad}
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters, shared ones included."""
+        return sum(named.tensor.nbytes for named in self.parameters.values())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients of all trainable parameters, shared ones included."""
+        return sum(named.tensor.nbytes for named in self.trainable.values())
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(named.tensor.nbytes for named in self.buffers.values())
+
+    @property
+    def cut_sensitive(self) -> bool:
+        """Whether the result depends on chance, or on which samples share a microbatch (batch statistics)."""
+        return self.random or self.changes_buffers or any(_mixes_samples(part) for part in self.module.modules())
+
+    def skeleton(self) -> nn.Module:
+        """A copy of the module whose parameters and buffers have shapes but no memory (device ``meta``).
+
+        Call it with ``torch.func.functional_call``. One module must not be called from two threads, as binding
+        replaces its attributes for the time of the call: each device takes a skeleton of its own.
+        """
+        memo: dict[int, Any] = {}
+        for named in self.parameters.values():
+            shape_only = torch.empty_like(named.tensor, device="meta")
+            memo[id(named.tensor)] = nn.Parameter(shape_only, requires_grad=named.tensor.requires_grad)
+        for named_buffer in self.buffers.values():
+            memo[id(named_buffer.tensor)] = torch.empty_like(named_buffer.tensor, device="meta")
+        return copy.deepcopy(self.module, memo)
+
+
+@dataclass(frozen=True, eq=False)
+class TiedGroup:
+    """A parameter that several layers use. The first of ``layers`` owns it: its update changes it."""
+
+    name: str
+    parameter: nn.Parameter
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerModel:
+    """A model as layers; the last one is the loss. ``tied`` groups are named after their parameter in the model."""
+
+    model: nn.Module
+    loss_fn: LossFunction
+    layers: tuple[LayerSpec, ...]
+    tied: tuple[TiedGroup, ...] = field(default=())
+
+    def owned(self, layer: int) -> Mapping[str, NamedParameter]:
+        """The trainable parameters that this layer's update changes: each belongs to the first layer that uses it."""
+        borrowed = {group.name for group in self.tied if group.layers[0] != layer}
+        return {local: p for local, p in self.layers[layer].trainable.items() if p.qualified not in borrowed}
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+Piece = tuple[str, str, nn.Module]
+"""What a family says of a layer: its name, its kind, and the module to call with the previous layer's output."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model that can be split. ``split`` raises ModelError for a member with options it cannot honour."""
+
+    title: str
+    matches: Callable[[nn.Module], bool]
+    split: Callable[[Any], Sequence[Piece]]
+
+
+def _is_sequential(model: nn.Module) -> bool:
+    return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+
+
+def _split_sequential(model: nn.Sequential) -> list[Piece]:
+    # Not named_children(), which leaves out a module's second place.
+    children = [(name, child) for name, child in model._modules.items() if child is not None]
+    if not children:
+        raise ModelError("the nn.Sequential is empty; give it at least one layer")
+    return [(name, type(child).__name__, child) for name, child in children]
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family("torch.nn.Sequential (a layer per child)", _is_sequential, _split_sequential),
+    Family("transformers GPT2LMHeadModel (a layer per block)", gpt2.matches, gpt2.split),
+)
+
+
+class _Loss(nn.Module):
+    """The loss function as a module, so that every layer is one. Holds a loss module under :data:`LOSS_PREFIX`."""
+
+    def __init__(self, loss_fn: LossFunction) -> None:
+        super().__init__()
+        setattr(self, LOSS_PREFIX, loss_fn)
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss, a scalar."""
+        loss: Tensor = getattr(self, LOSS_PREFIX)(logits, labels)
+        return loss
+
+
+def decompose(model: nn.Module, loss_fn: LossFunction) -> LayerModel:
+    """Split ``model`` into layers and append the loss.
+
+    ``random`` and ``changes_buffers`` are judged by each module's current mode (train or eval). The model is not
+    changed, and shares its modules and parameters with the result.
+
+    Raises ModelError if no family knows the model, or it uses an option its family cannot split; if a parameter or
+    hook of the model lies outside the layers; if the loss has parameters; if layers share a buffer that a forward
+    changes.
+    """
+    family = next((family for family in FAMILIES if family.matches(model)), None)
+    if family is None:
+        known = "; ".join(family.title for family in FAMILIES)
+        raise ModelError(
+            f"{_class_name(model)} cannot be split into layers; understood are: {known}. "
+            "Write the model as an nn.Sequential whose children each turn one tensor into one tensor"
+        )
+    if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
+        raise ModelError(
+            f"the loss {_class_name(loss_fn)} has parameters; make them part of the model, as its last layer"
+        )
+    pieces = [*family.split(model), ("loss", "loss", _Loss(loss_fn))]
+    layers = tuple(_spec(model, name, kind, module) for name, kind, module in pieces)
+    _check_accounted(model, layers)
+    _check_hooks(model, layers)
+    _check_buffers(layers)
+    return LayerModel(model, loss_fn, layers, _tied(layers))
+
+
+def _class_name(module: object) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _spec(model: nn.Module, name: str, kind: str, module: nn.Module) -> LayerSpec:
+    parameter_names = {id(parameter): qualified for qualified, parameter in model.named_parameters()}
+    buffer_names = {id(buffer): qualified for qualified, buffer in model.named_buffers()}
+    parameters = {
+        local: NamedParameter(parameter_names.get(id(parameter), local), parameter)
+        for local, parameter in module.named_parameters()
+    }
+    buffers = {
+        local: NamedBuffer(buffer_names.get(id(buffer), local), buffer) for local, buffer in module.named_buffers()
+    }
+    return LayerSpec(
+        name=name,
+        kind=kind,
+        module=module,
+        parameters=parameters,
+        buffers=buffers,
+        random=any(_is_random(part) for part in module.modules()),
+        changes_buffers=any(_changes_buffers(part) for part in module.modules()),
+    )
+
+
+def _is_random(part: nn.Module) -> bool:
+    """True if the module draws random numbers in its present mode, as far as its class tells."""
+    if not part.training:
+        return False
+    match part:
+        case _DropoutNd():
+            return part.p > 0
+        case nn.MultiheadAttention() | RNNBase():
+            return part.dropout > 0
+        case nn.RReLU() | nn.FractionalMaxPool2d() | nn.FractionalMaxPool3d():
+            return True
+        case _:
+            return False
+
+
+def _changes_buffers(part: nn.Module) -> bool:
+    return part.training and isinstance(part, _NormBase) and part.track_running_stats
+
+
+def _mixes_samples(part: nn.Module) -> bool:
+    return isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
+
+
+def _tied(layers: Sequence[LayerSpec]) -> tuple[TiedGroup, ...]:
+    users: dict[str, list[int]] = {}
+    parameters: dict[str, nn.Parameter] = {}
+    for index, layer in enumerate(layers):
+        for named in layer.parameters.values():
+            users.setdefault(named.qualified, []).append(index)
+            parameters[named.qualified] = named.tensor
+    return tuple(
+        TiedGroup(name, parameters[name], tuple(members)) for name, members in users.items() if len(members) > 1
+    )
+
+
+def _check_accounted(model: nn.Module, layers: Sequence[LayerSpec]) -> None:
+    """Every parameter of the model lies in some layer."""
+    held = {id(named.tensor) for layer in layers for named in layer.parameters.values()}
+    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in held]
+    if missing:
+        raise ModelError(
+            f"{_class_name(model)}: parameters outside its layers: {', '.join(missing[:5])}"
+            f"{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}; remove them, or make them part of a layer"
+        )
+
+
+def _check_hooks(model: nn.Module, layers: Sequence[LayerSpec]) -> None:
+    """No module above the layers has forward or backward hooks: nobody calls it, so they would be skipped."""
+    called = {id(part) for layer in layers for part in layer.module.modules()}
+    for name, module in model.named_modules():
+        if id(module) in called:
+            continue
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            raise ModelError(
+                f"{_class_name(model)}: {name or 'the model itself'} has hooks, which would not run, as its layers are "
+                "called one by one; attach them to modules inside the layers"
+            )
+
+
+def _check_buffers(layers: Sequence[LayerSpec]) -> None:
+    """A buffer that a forward changes belongs to one layer: with two, the order of their forwards would count."""
+    user: dict[int, LayerSpec] = {}
+    for layer in layers:
+        for named in layer.buffers.values():
+            other = user.setdefault(id(named.tensor), layer)
+            if other is not layer and (other.changes_buffers or layer.changes_buffers):
+                raise ModelError(
+                    f"layers {other.name} and {layer.name} share the buffer {named.qualified}, which their forward "
+                    "changes; give each a buffer of its own"
+                )

@@ -1,0 +1,9 @@
+"""One schedule at work, from the top down::
+
+run.py           a Schedule, a workload and a machine → a measured Timeline
+session.py       trains step by step: each task goes to whoever carries it out
+lanes.py         a thread for every busy lane; waiting, failing, stopping
+calculations.py  forward, backward and update tasks   ← compute.py, optimizer.py, storage.py
+transfers.py     copies, all-reduces and reductions
+places.py        where tensors are                    ← arena.py, store.py, layout.py
+"""

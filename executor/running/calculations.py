@@ -1,0 +1,331 @@
+"""Forward, backward and update tasks: which tensors they work on, and where the results go."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from sim.schedule import Interval, Schedule, Task, TaskKind, TensorKind
+
+from ..devices.facade import Devices, Queue
+from ..errors import DifferentModel, WorkspaceOverrun
+from ..models.layers import LayerModel
+from .compute import Chance, GpuModel, LayerTensors
+from .layout import SlotKey, typed
+from .optimizer import Moved, PackOptimizer, State
+from .places import Places
+from .storage import measure_memory
+
+_INPUTS = (TensorKind.DATA, TensorKind.STASH, TensorKind.ACTIVATION)
+_OUTPUTS = (TensorKind.STASH, TensorKind.ACTIVATION)
+_SCALARS_BYTES = 64  # a loss and its factor: no part of a trace
+
+
+@dataclass(frozen=True)
+class LossPart:
+    """The loss of one microbatch, and the share of the minibatch that it counts for."""
+
+    first_sample: int
+    share: float
+    loss: Tensor
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What the calculations of one step share. ``losses`` fills up. With ``checks_memory`` workspaces are measured."""
+
+    number: int
+    checks_memory: bool
+    losses: list[LossPart] = field(default_factory=list)
+
+    def loss(self) -> float:
+        """The loss of the minibatch, once the step has ended; added in the order of the samples."""
+        parts = sorted(self.losses, key=lambda part: part.first_sample)
+        return sum([part.share * part.loss.item() for part in parts])
+
+
+@dataclass(frozen=True)
+class _Roles:
+    """What each buffer of a forward or backward task is to it (ids)."""
+
+    weights: int | None
+    buffers: int | None
+    inputs: tuple[int, ...]  # x of the first layer; the labels, if the last layer is the loss
+    incoming: int | None
+    gradient: int | None
+    outgoing: int | None
+    outputs: dict[int, list[int]]  # where x(l) goes, by l
+    workspace_bytes: int
+    layers: range
+    samples: Interval
+
+
+class Calculations:
+    """Carries out the computing tasks of a schedule. Lanes of different GPUs call it at once."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        model: LayerModel,
+        optimizer: PackOptimizer,
+        places: Places,
+        devices: Devices,
+        seed: int,
+    ) -> None:
+        self._model, self._optimizer, self._places, self._devices = model, optimizer, places, devices
+        self._buffers = schedule.buffers
+        self._loss_layer = schedule.layers - 1
+        self._minibatch = schedule.plan.minibatch
+        self._seed = seed
+        self._gpu_models = [GpuModel(model) for _ in range(schedule.plan.gpus)]
+        # Layers that no forward task runs have their forward in their backward task.
+        self._run_forward = frozenset(
+            layer
+            for task in schedule.copies(TaskKind.FORWARD)
+            for layer in range(task.layer_first, task.layer_last + 1)
+        )
+        self._roles = {task.id: self._find_roles(task) for task in schedule.copies(TaskKind.FORWARD, TaskKind.BACKWARD)}
+        self._specs: dict[int, tuple[torch.Size, torch.dtype]] = {}  # of a sample of x(l), as last produced
+        self._users: dict[nn.Parameter, list[tuple[int, SlotKey]]] = {}
+        for index, layer in enumerate(model.layers):
+            for name, parameter in layer.trainable.items():
+                self._users.setdefault(parameter.tensor, []).append((index, (name, "")))
+        self._states: list[dict[nn.Parameter, State]] = [{} for _ in places.homes]
+        self._adopt_state()
+
+    def forward(self, task: Task, queue: Queue, context: StepContext) -> None:
+        """Run a pack without recording; write what goes on or is stashed."""
+        roles, gpu = self._roles[task.id], _gpu(task)
+        chance = self._chance(roles, gpu, context)
+
+        def emit(layer: int, x: Tensor) -> None:
+            if layer > self._loss_layer:
+                self._record_loss(roles, x, context)
+                return
+            self._specs[layer] = x.shape[1:], x.dtype
+            for number in roles.outputs.get(layer, ()):
+                self._target(number, layer, x).copy_(x)
+
+        def work() -> None:
+            inputs = [self._tensor(number) for number in roles.inputs]
+            self._gpu_models[gpu].forward(roles.layers, inputs, self._layer_tensors(roles), chance, emit)
+
+        self._run(task, queue, context, work)
+
+    def backward(self, task: Task, queue: Queue, context: StepContext) -> None:
+        """Repeat a pack's forward and go back through it; add to its gradient, write the gradient of its input."""
+        roles, gpu = self._roles[task.id], _gpu(task)
+        chance = self._chance(roles, gpu, context)
+        first_time = roles.layers[-1] not in self._run_forward
+
+        def work() -> None:
+            if roles.gradient in task.allocates:
+                self._places.block(roles.gradient).bytes.zero_()
+            if roles.incoming is None and roles.layers[-1] != self._loss_layer:
+                return  # what comes out has no gradient
+            inputs = [self._tensor(number) for number in roles.inputs]
+            incoming = self._share(roles) if roles.incoming is None else self._tensor(roles.incoming)
+            gradient, loss = self._gpu_models[gpu].backward(
+                roles.layers, inputs, incoming, self._layer_tensors(roles), chance, first_time=first_time
+            )
+            if loss is not None and first_time:
+                self._record_loss(roles, loss, context)
+            if roles.outgoing is not None:
+                target = self._tensor(roles.outgoing)
+                target.zero_() if gradient is None else target.copy_(gradient)
+
+        self._run(task, queue, context, work)
+
+    def update(self, task: Task, queue: Queue) -> None:
+        """Update what the task's layers own, on the host from the home gradients, or where it lies on a GPU."""
+        queue.compute(lambda: self._update_on_host(task) if task.gpu is None else self._update_on_gpu(task))
+
+    # Updates
+
+    def _update_on_host(self, task: Task) -> None:
+        home = self._places.home(None)
+        self._optimizer.update_on_host(
+            {
+                named.tensor: self._total(named.tensor, lambda layer: home.views(TensorKind.GRADIENT, layer))
+                for layer in _layers(task)
+                for named in self._model.owned(layer).values()
+            }
+        )
+
+    def _update_on_gpu(self, task: Task) -> None:
+        weights = self._read(task, TensorKind.WEIGHT)
+        gradients = self._read(task, TensorKind.GRADIENT)
+        states = self._read(task, TensorKind.OPTIMIZER_STATE)
+        moved = []
+        for layer in _layers(task):
+            state = self._views(states[layer], layer) if layer in states else {}
+            for name, named in self._model.owned(layer).items():
+                moved.append(
+                    Moved(
+                        parameter=named.tensor,
+                        weight=self._views(weights[layer], layer)[name, ""],
+                        gradient=self._total(named.tensor, lambda user: self._views(gradients[user], user)),
+                        state={entry: view for (owner, entry), view in state.items() if owner == name},
+                    )
+                )
+        replica = self._places.replica(task.gpu)
+        self._optimizer.update_on_gpu(moved, self._states[replica])
+        if replica == 0:
+            for layer in _layers(task):
+                self._show_state(layer)
+
+    def _total(self, parameter: nn.Parameter, views: Callable[[int], dict[SlotKey, Tensor]]) -> Tensor:
+        """A parameter's gradient: the sum over the layers that use it, in their order, in the first one's place."""
+        (owner, key), *others = self._users[parameter]
+        total = views(owner)[key]
+        for layer, other_key in others:
+            total.add_(views(layer)[other_key])
+        return total
+
+    def _read(self, task: Task, kind: TensorKind) -> dict[int, int]:
+        """By layer, the buffer of this kind that the task reads it from."""
+        found: dict[int, int] = {}
+        for number in task.reads:
+            buffer = self._buffers[number]
+            if buffer.kind is kind:
+                found.update(dict.fromkeys(range(buffer.layer_first, buffer.layer_last + 1), number))
+        return found
+
+    def _adopt_state(self) -> None:
+        """Take over what the optimizer already keeps (it was loaded, say), where schedules move it."""
+        for layer in range(len(self._model)):
+            for name, named in self._model.owned(layer).items():
+                state = self._optimizer.optimizer.state.get(named.tensor)
+                if not state or not self._places.layouts[TensorKind.OPTIMIZER_STATE].bytes[layer]:
+                    continue
+                for home, states in zip(self._places.homes, self._states, strict=True):
+                    left = dict(state)
+                    for (owner, entry), view in home.views(TensorKind.OPTIMIZER_STATE, layer).items():
+                        if owner == name:
+                            view.copy_(left.pop(entry))
+                    states[named.tensor] = copy.deepcopy(left)
+            self._show_state(layer)
+
+    def _show_state(self, layer: int) -> None:
+        """Let the optimizer see the state that lies in the model's own home."""
+        views = self._places.homes[0].views(TensorKind.OPTIMIZER_STATE, layer)
+        for name, named in self._model.owned(layer).items():
+            if named.tensor in self._states[0]:
+                moving = {entry: view for (owner, entry), view in views.items() if owner == name}
+                self._optimizer.optimizer.state[named.tensor] = {**self._states[0][named.tensor], **moving}
+
+    # Forward and backward
+
+    def _run(self, task: Task, queue: Queue, context: StepContext, work: Callable[[], None]) -> None:
+        if not context.checks_memory:
+            queue.compute(work)
+            return
+        roles, gpu = self._roles[task.id], _gpu(task)
+        allowed = roles.workspace_bytes + _SCALARS_BYTES
+
+        def measured() -> None:
+            with measure_memory(self._devices.device(gpu)) as meter:
+                work()
+            if meter.peak_bytes > allowed:
+                raise WorkspaceOverrun(gpu, (roles.layers[0], roles.layers[-1]), meter.peak_bytes, allowed)
+
+        queue.compute(measured)
+
+    def _chance(self, roles: _Roles, gpu: int, context: StepContext) -> Chance:
+        return Chance(self._devices.generator(gpu), self._seed, context.number, roles.samples[0])
+
+    def _share(self, roles: _Roles) -> float:
+        """What a microbatch's mean counts for in the minibatch's."""
+        return (roles.samples[1] - roles.samples[0]) / self._minibatch
+
+    def _record_loss(self, roles: _Roles, loss: Tensor, context: StepContext) -> None:
+        context.losses.append(LossPart(roles.samples[0], self._share(roles), loss.detach()))
+
+    def _tensor(self, number: int) -> Tensor:
+        """A buffer of x(l) or g(l) as the tensor that it holds."""
+        buffer = self._buffers[number]
+        samples, layer = buffer.samples, buffer.layer_first
+        assert samples is not None
+        spec = self._places.minibatch.spec(layer) if buffer.kind is TensorKind.DATA else self._specs[layer]
+        return typed(self._places.block(number).bytes, spec[1], (samples[1] - samples[0], *spec[0]))
+
+    def _target(self, number: int, layer: int, x: Tensor) -> Tensor:
+        """A buffer as a tensor like ``x``, for x(l) to be written to."""
+        buffer = self._buffers[number]
+        if x.nbytes != buffer.bytes:
+            raise DifferentModel(
+                f"layer {layer - 1} ({self._model.layers[layer - 1].name}) returned {x.nbytes} B for {len(x)} samples; "
+                f"the schedule was made for {buffer.bytes} B: profile this model with these batches and plan again"
+            )
+        return typed(self._places.block(number).bytes, x.dtype, x.shape)
+
+    def _layer_tensors(self, roles: _Roles) -> dict[int, LayerTensors]:
+        return {
+            layer: LayerTensors(
+                weights=self._named(roles.weights, layer),
+                buffers=self._named(roles.buffers, layer),
+                gradients=self._named(roles.gradient, layer),
+            )
+            for layer in roles.layers
+        }
+
+    def _named(self, number: int | None, layer: int) -> dict[str, Tensor]:
+        if number is None:
+            return {}
+        return {name: view for (name, _), view in self._views(number, layer).items()}
+
+    def _views(self, number: int, layer: int) -> dict[SlotKey, Tensor]:
+        """A layer's tensors in a buffer of state; trained weights as leaves of autograd."""
+        block, buffer = self._places.block(number), self._buffers[number]
+        views: dict[SlotKey, Tensor] | None = block.views.get(layer)
+        if views is None:
+            layout = self._places.layouts[buffer.kind]
+            views = block.views[layer] = layout.views(block.bytes, buffer.layer_first, layer)
+            if buffer.kind is TensorKind.WEIGHT:
+                for name in self._model.layers[layer].trainable:
+                    views[name, ""].requires_grad_()
+        return views
+
+    def _find_roles(self, task: Task) -> _Roles:
+        layers, samples = range(task.layer_first, task.layer_last + 1), task.samples
+        assert samples is not None
+        outputs: dict[int, list[int]] = {}
+        for number in task.writes:
+            if self._buffers[number].kind in _OUTPUTS:
+                outputs.setdefault(self._buffers[number].layer_first, []).append(number)
+
+        def find(numbers: Sequence[int], kinds: Sequence[TensorKind], layer: int | None = None) -> int | None:
+            """The first buffer of one of these kinds (of x or g of this layer)."""
+            of_kind = [number for number in numbers if self._buffers[number].kind in kinds]
+            return next((n for n in of_kind if layer is None or self._buffers[n].layer_first == layer), None)
+
+        inputs = [find(task.reads, _INPUTS, layers[0])]
+        if layers[-1] == self._loss_layer:
+            inputs.append(find(task.reads, (TensorKind.DATA,), layers[-1] + 1))
+        return _Roles(
+            weights=find(task.reads, (TensorKind.WEIGHT,)),
+            buffers=find(task.reads, (TensorKind.BUFFER,)),
+            inputs=tuple([number for number in inputs if number is not None]),
+            incoming=find(task.reads, (TensorKind.ACTIVATION_GRADIENT,), layers[-1] + 1),
+            gradient=find(task.writes, (TensorKind.GRADIENT,)),
+            outgoing=find(task.writes, (TensorKind.ACTIVATION_GRADIENT,), layers[0]),
+            outputs=outputs,
+            workspace_bytes=sum(
+                self._buffers[n].bytes for n in task.writes if self._buffers[n].kind is TensorKind.WORKSPACE
+            ),
+            layers=layers,
+            samples=samples,
+        )
+
+
+def _gpu(task: Task) -> int:
+    assert task.gpu is not None
+    return task.gpu
+
+
+def _layers(task: Task) -> range:
+    return range(task.layer_first, task.layer_last + 1)

@@ -1,0 +1,67 @@
+"""Where every tensor of a step is: on the GPUs, in host buffers, at home in the host store, in the minibatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from sim.plan import HarmonyPlan
+from sim.schedule import Buffer, Schedule
+
+from ..devices.facade import Devices
+from ..models.layers import LayerModel
+from .arena import Arena, Block
+from .layout import Layouts
+from .store import Home, Minibatch
+
+
+class Places:
+    """Memory of a run. Lanes allocate and free as their tasks say; several at once."""
+
+    def __init__(self, schedule: Schedule, model: LayerModel, layouts: Layouts, devices: Devices) -> None:
+        self.buffers: Sequence[Buffer] = schedule.buffers
+        self.layouts = layouts
+        self._devices = devices
+        self._arenas = [
+            Arena(gpu, schedule.buffers, cap, partial(devices.gpu_bytes, gpu))
+            for gpu, cap in enumerate(schedule.memory.gpu_cap_bytes)
+        ]
+        self._host: dict[int, Block] = {}
+        self.shares_home = isinstance(schedule.plan, HarmonyPlan)
+        copies = 1 if self.shares_home else schedule.plan.gpus
+        self.homes = [Home(model, layouts, devices.host_bytes, is_the_models=replica == 0) for replica in range(copies)]
+        self.minibatch = Minibatch(schedule.plan.minibatch, schedule.layers, devices.host_bytes)
+
+    def home(self, gpu: int | None) -> Home:
+        """The home that a GPU's copies come from and go to (None: what the host itself works on)."""
+        return self.homes[self.replica(gpu)]
+
+    def replica(self, gpu: int | None) -> int:
+        """Which home that is."""
+        return 0 if self.shares_home or gpu is None else gpu
+
+    def allocate(self, number: int) -> int:
+        """Take a buffer's memory; its bytes. Raises OutOfArena where the schedule breaks its own plan."""
+        buffer = self.buffers[number]
+        if buffer.gpu is None:
+            self._host[number] = Block(self._devices.host_bytes(buffer.bytes))
+            return buffer.bytes
+        return self._arenas[buffer.gpu].allocate(buffer)
+
+    def free(self, number: int) -> int:
+        """Give a buffer's memory back; its bytes."""
+        buffer = self.buffers[number]
+        if buffer.gpu is None:
+            return self._host.pop(number).bytes.nbytes
+        return self._arenas[buffer.gpu].free(buffer)
+
+    def block(self, number: int) -> Block:
+        """The memory of a buffer that is held."""
+        buffer = self.buffers[number]
+        return self._host[number] if buffer.gpu is None else self._arenas[buffer.gpu].block(buffer)
+
+    def clear(self) -> None:
+        """Forget all buffers, after a step that was given up."""
+        self._host.clear()
+        for arena in self._arenas:
+            arena.clear()

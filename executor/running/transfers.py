@@ -1,0 +1,132 @@
+"""Which bytes the copying tasks copy, and what reductions add.
+
+State (weights, buffers, gradients, optimizer state) is cut by layers; everything else by samples, of which the two ends
+of a copy may hold different intervals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from sim.schedule import Buffer, Interval, Schedule, Task, TaskKind, TensorKind
+
+from ..devices.facade import Copy, Queue
+from .layout import HOME_KINDS
+from .places import Places
+
+
+class Transfers:
+    """Carries out copies, all-reduces and reductions. Each method returns the bytes it moved."""
+
+    def __init__(self, schedule: Schedule, places: Places) -> None:
+        self._places = places
+        self._buffers = schedule.buffers
+        self._written_by = {number: task.gpu for task in schedule.copies(TaskKind.SWAP_OUT) for number in task.writes}
+        self._known: dict[int, list[Copy]] = {}  # of tasks whose two ends always lie at the same place
+
+    def swap_in(self, task: Task, queue: Queue) -> int:
+        """From the host buffers that the task reads, or from the home store, to its GPU buffer."""
+        return self._swap(task, queue, on_gpu=task.writes[0], in_host=task.reads)
+
+    def swap_out(self, task: Task, queue: Queue) -> int:
+        """From the task's GPU buffer to the host buffers that it writes, or to the home store."""
+        return self._swap(task, queue, on_gpu=task.reads[0], in_host=task.writes)
+
+    def p2p(self, task: Task, queue: Queue) -> int:
+        """From a buffer on the sender to one on its peer."""
+        assert task.peer is not None
+        copies = [Copy(self._bytes(task.writes[0]), self._bytes(task.reads[0]))]
+        queue.send(copies, task.peer)
+        return _size(copies)
+
+    def all_reduce(self, task: Task, queue: Queue) -> int:
+        """Add the GPUs' gradients. Counts what all of them send together in a ring."""
+        numbers = sorted(task.reads, key=lambda number: self._buffers[number].gpu or 0)
+        layout = self._places.layouts[TensorKind.GRADIENT]
+        flats = [layout.flat(self._bytes(number), task.layer_first, task.layer_last) for number in numbers]
+        for shares in zip(*flats, strict=True):
+            queue.all_reduce(shares)
+        return 2 * (len(numbers) - 1) * sum(flat.nbytes for flat in flats[0])
+
+    def reduce(self, task: Task) -> None:
+        """Add the gradients that the GPUs wrote, in rank order, into the home gradient."""
+        numbers = sorted(task.reads, key=lambda number: self._written_by[number] or 0)
+        layout, home = self._places.layouts[TensorKind.GRADIENT], self._places.home(None)
+        for layer in range(task.layer_first, task.layer_last + 1):
+            totals = home.views(TensorKind.GRADIENT, layer)
+            for rank, number in enumerate(numbers):
+                parts = layout.views(self._bytes(number), self._buffers[number].layer_first, layer)
+                for key, total in totals.items():
+                    total.copy_(parts[key]) if rank == 0 else total.add_(parts[key])
+
+    def _swap(self, task: Task, queue: Queue, on_gpu: int, in_host: Sequence[int]) -> int:
+        copies = self._known.get(task.id)
+        if copies is None:
+            copies = list(self._copies(task, on_gpu, in_host))
+            if self._buffers[on_gpu].offset is not None and not in_host:
+                self._known[task.id] = copies
+        queue.swap(copies)
+        return _size(copies)
+
+    def _copies(self, task: Task, on_gpu: int, in_host: Sequence[int]) -> Iterator[Copy]:
+        inward = task.kind is TaskKind.SWAP_IN
+        for gpu_part, host_part in self._parts(task, on_gpu, in_host):
+            yield Copy(gpu_part, host_part) if inward else Copy(host_part, gpu_part)
+
+    def _parts(self, task: Task, on_gpu: int, in_host: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pairs of bytes that correspond: on the GPU, in the host."""
+        buffer, block = self._buffers[on_gpu], self._bytes(on_gpu)
+        if buffer.kind in HOME_KINDS:
+            yield from self._parts_by_layer(task, buffer, block, in_host)
+        elif in_host:
+            for number in in_host:
+                yield from _overlap(buffer, block, self._buffers[number], self._bytes(number))
+        else:
+            yield block, self._places.minibatch.bytes(buffer.layer_first, _samples(buffer))
+
+    def _parts_by_layer(
+        self, task: Task, buffer: Buffer, block: Tensor, in_host: Sequence[int]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        layout = self._places.layouts[buffer.kind]
+        run = (task.layer_first, task.layer_last)
+        own = layout.part(block, buffer.layer_first, run)
+        for number in in_host:
+            yield own, layout.part(self._bytes(number), self._buffers[number].layer_first, run)
+        if in_host:
+            return
+        home = self._places.home(task.gpu)
+        at = 0
+        for layer in range(run[0], run[1] + 1):
+            ends = home.read(buffer.kind, layer) if task.kind is TaskKind.SWAP_IN else home.write(buffer.kind, layer)
+            for piece in ends:
+                yield own[at : at + piece.nbytes], piece
+                at += piece.nbytes
+
+    def _bytes(self, number: int) -> Tensor:
+        return self._places.block(number).bytes
+
+
+def _overlap(a: Buffer, a_bytes: Tensor, b: Buffer, b_bytes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The bytes of the samples that both hold."""
+    start, stop = max(_samples(a)[0], _samples(b)[0]), min(_samples(a)[1], _samples(b)[1])
+    if start < stop:
+        yield _cut(a, a_bytes, (start, stop)), _cut(b, b_bytes, (start, stop))
+
+
+def _cut(buffer: Buffer, block: Tensor, samples: Interval) -> Tensor:
+    first, stop = _samples(buffer)
+    if samples == (first, stop):
+        return block
+    per_sample = buffer.bytes // (stop - first)
+    return block[(samples[0] - first) * per_sample : (samples[1] - first) * per_sample]
+
+
+def _samples(buffer: Buffer) -> Interval:
+    assert buffer.samples is not None
+    return buffer.samples
+
+
+def _size(copies: Sequence[Copy]) -> int:
+    return sum([copy.target.nbytes for copy in copies])

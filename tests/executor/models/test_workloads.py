@@ -1,0 +1,186 @@
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from executor.errors import ModelError, WorkloadError
+from executor.models.layers import decompose
+from executor.models.workloads import BUILT_IN, Gpt2Sizes, load_workload, next_token_loss, text_batches
+
+torch.set_num_threads(1)
+
+
+class TestBuiltIn:
+    def test_the_demo_is_what_its_sizes_say(self):
+        sizes = BUILT_IN["gpt2-demo"]
+        assert isinstance(sizes, Gpt2Sizes)
+        workload = load_workload("gpt2-demo")
+        layers = decompose(workload.model, workload.loss_fn)
+        assert len(layers) == sizes.blocks + 3
+        block = 12 * sizes.width**2 + 13 * sizes.width
+        embedding = (sizes.vocabulary + sizes.sequence) * sizes.width
+        head = 2 * sizes.width + sizes.vocabulary * sizes.width
+        weights = [embedding] + sizes.blocks * [block] + [head, 0]
+        assert [layer.weight_bytes for layer in layers.layers] == [4 * weight for weight in weights]
+        assert not any(layer.random for layer in layers.layers)
+        inputs, labels = workload.batch(2, 0)
+        assert inputs.shape == labels.shape == (2, sizes.sequence)
+
+    def test_the_mlp_learns_its_classes(self):
+        workload = load_workload("mlp")
+        optimizer = torch.optim.Adam(workload.model.parameters(), lr=1e-3)
+        losses = []
+        for step in range(60):
+            inputs, labels = workload.batch(64, step)
+            loss = workload.loss_fn(workload.model(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
+        assert len(decompose(workload.model, workload.loss_fn)) == 6
+
+    def test_weights_depend_on_the_seed_alone(self):
+        torch.manual_seed(5)
+        before = torch.get_rng_state()
+        first, same, other = (load_workload("mlp", seed=seed).model.state_dict() for seed in (1, 1, 2))
+        assert torch.equal(torch.get_rng_state(), before)
+        assert all(torch.equal(first[name], same[name]) for name in first)
+        assert not torch.equal(first["0.0.weight"], other["0.0.weight"])
+
+    def test_an_unknown_name_names_the_nearest(self):
+        with pytest.raises(WorkloadError, match=r"did you mean 'gpt2-xl'.*built in are .*mlp"):
+            load_workload("gtp2-xl")
+        with pytest.raises(WorkloadError, match=r"no model 'zzz'; built in"):
+            load_workload("zzz")
+
+
+class TestText:
+    def test_labels_are_the_next_bytes_of_source_text(self):
+        inputs, labels = text_batches(64)(8, 3)
+        assert inputs.dtype == labels.dtype == torch.int64
+        assert torch.equal(inputs[:, 1:], labels[:, :-1])
+        library = b"".join(path.read_bytes() for path in sorted(Path(json.__file__).parent.parent.glob("*.py")))
+        for row, last in zip(inputs.tolist(), labels[:, -1].tolist(), strict=True):
+            assert bytes([*row, last]) in library
+
+    def test_batches_depend_on_their_seed_alone(self):
+        batch = text_batches(16)
+        assert torch.equal(batch(4, 1)[0], batch(4, 1)[0])
+        assert not torch.equal(batch(4, 1)[0], batch(4, 2)[0])
+
+    def test_the_loss_of_even_logits_is_the_entropy(self):
+        loss = next_token_loss(torch.zeros(2, 3, 7), torch.zeros(2, 3, dtype=torch.int64))
+        assert loss.item() == pytest.approx(torch.tensor(7.0).log().item())
+
+
+def write_configuration(folder: Path, **options) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(options))
+    return f"hf:{path}"
+
+
+SMALL = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 32, "vocab_size": 256}
+
+
+class TestConfiguration:
+    def test_makes_the_model_it_describes_without_warnings(self, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+        logger = logging.getLogger("transformers")  # does not propagate to the root
+        logger.addHandler(caplog.handler)
+        workload = load_workload(write_configuration(tmp_path, model_type="gpt2", **SMALL))
+        logger.removeHandler(caplog.handler)
+        assert workload.model.training
+        assert workload.model.transformer.wte.weight.shape == (256, 16)
+        inputs, labels = workload.batch(2, 0)
+        assert inputs.shape == (2, 32)
+        assert workload.loss_fn(workload.model(inputs).logits, labels).item() > 0
+        assert caplog.text == ""
+
+    def test_keeps_token_ids_inside_the_vocabulary(self, tmp_path: Path):
+        spec = write_configuration(tmp_path, model_type="gpt2", bos_token_id=3, eos_token_id=999, **SMALL)
+        config = load_workload(spec).model.config
+        assert (config.bos_token_id, config.eos_token_id) == (3, None)
+
+    def test_refuses_a_family_without_layers_before_making_it(self, tmp_path: Path):
+        huge = {"hidden_size": 2**16, "intermediate_size": 2**18, "num_attention_heads": 64, "num_hidden_layers": 2}
+        with pytest.raises(ModelError, match="LlamaForCausalLM cannot be split"):
+            load_workload(write_configuration(tmp_path, model_type="llama", **huge))
+
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("{", "is not JSON"),
+            ("[]", "model_type"),
+            ('{"n_layer": 1}', "model_type"),
+            ('{"model_type": "gtp2"}', "no causal language model"),
+            ('{"model_type": "vit"}', "no causal language model"),
+            ('{"model_type": "gpt2", "vocab_size": 100}', "at least 256"),
+        ],
+    )
+    def test_says_what_is_wrong_with_the_file(self, tmp_path: Path, text: str, expected: str):
+        path = tmp_path / "config.json"
+        path.write_text(text)
+        with pytest.raises(WorkloadError, match=expected):
+            load_workload(f"hf:{path}")
+
+    def test_says_which_file_is_missing(self, tmp_path: Path):
+        with pytest.raises(WorkloadError, match=r"cannot read .*none\.json: No such file"):
+            load_workload(f"hf:{tmp_path / 'none.json'}")
+
+
+USERS_CODE = """
+import torch
+from torch import nn
+
+def make():
+    model = nn.Sequential(nn.Linear(3, 2))
+    return model, nn.functional.mse_loss, lambda n, seed: (torch.zeros(n, 3), torch.zeros(n, 2))
+
+def broken():
+    raise RuntimeError("no data here")
+
+def incomplete():
+    return nn.Linear(3, 2), nn.functional.mse_loss
+
+number = 3
+"""
+
+
+class TestUsersCode:
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        (tmp_path / "my_training.py").write_text(USERS_CODE)
+        (tmp_path / "my_broken.py").write_text("import a_module_that_is_not_there\n")
+        (tmp_path / "my_error.py").write_text("1 / 0\n")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        yield
+        for name in ("my_training", "my_broken", "my_error"):
+            sys.modules.pop(name, None)
+
+    def test_is_found_in_the_current_directory(self):
+        workload = load_workload("my_training:make")
+        assert workload.name == "my_training:make"
+        assert isinstance(workload.model, nn.Sequential)
+        assert workload.batch(4, 0)[0].shape == (4, 3)
+
+    @pytest.mark.parametrize(
+        ("spec", "expected"),
+        [
+            ("my_trainnig:make", "no module 'my_trainnig' in .* or on the Python path"),
+            ("my_training:maek", "no callable 'maek'.*did you mean 'make'"),
+            ("my_training:number", "no callable 'number'"),
+            ("my_training:broken", "calling it failed: RuntimeError: no data here"),
+            ("my_training:incomplete", r"returned \(Linear, function\); expected \(model"),
+            ("my_broken:make", "importing my_broken failed: No module named 'a_module_that_is_not_there'"),
+            ("my_error:make", "importing my_error failed: ZeroDivisionError"),
+            ("my_training.py:make", "module's name, not its file"),
+        ],
+    )
+    def test_says_what_is_wrong(self, spec: str, expected: str):
+        with pytest.raises(WorkloadError, match=expected):
+            load_workload(spec)
