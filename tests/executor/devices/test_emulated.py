@@ -44,7 +44,7 @@ def test_a_machine_without_emulation_is_refused() -> None:
 def test_mathematics_lasts_its_pace_times_its_steady_time(
     gpu: int | None, pace: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("executor.devices.facade.emulated.SteadyClock", lambda: SteadyClock(lambda: YARDSTICK_NS // 2))
+    monkeypatch.setattr("executor.devices.emulated.SteadyClock", lambda: SteadyClock(lambda: YARDSTICK_NS // 2))
     queue = EmulatedDevices(machine()).queue((gpu, Lane.COMPUTE))
     spent_ns = 0
 
