@@ -17,6 +17,7 @@ from sim.schedule import Lane, Schedule, TaskKind, TensorKind
 from sim.validation.validate import validate
 from tests.sim.builders.odd_traces import LABEL, odd_trace
 from tests.sim.builders.paged_replay import Replay
+from tests.sim.closed_forms import closed_forms, moved
 from traces.costs import Costs
 from traces.schema import Trace
 from traces.synthetic import with_frozen, with_tied
@@ -131,41 +132,8 @@ GRID = [
 def test_moved_bytes_equal_the_closed_forms(layers, residency, split, u, writeback):
     gpus, minibatch = split
     costs = Costs(odd_trace(layers, changes_buffers=frozenset({0})))
-    schedule = build_paged(dp_swap(minibatch, gpus, u, residency, writeback), costs, machine(gpus))
-    m = sum(len(pieces(*share, u)) for share in shares(minibatch, gpus))
-    last = layers - 1
-    weights = costs.weight_bytes(0, last)
-    always = writeback is Writeback.ALWAYS
-    expected_in = {
-        W: (2 * m + gpus) * weights,
-        G: m * costs.gradient_bytes(0, last),
-        K: gpus * costs.optimizer_state_bytes(0, last),
-        STASH: minibatch * sum(costs.input_bytes(layer, 1) for layer in range(1, layers)),
-        DATA: minibatch * (2 * costs.input_bytes(0, 1) + LABEL),
-        B: 2 * m * costs.buffer_bytes(0, last),
-    }
-    expected_out = {
-        **expected_in,
-        W: (2 * m + gpus) * weights if always else gpus * weights,
-        DATA: minibatch * costs.input_bytes(0, 1) if always else 0,
-        B: expected_in[B] if always else m * costs.buffer_bytes(0, 0),
-    }
-    if residency is Residency.NEXT:
-        kept = {
-            W: m * (costs.weight_bytes(0, 0) + costs.weight_bytes(last, last)),
-            G: gpus * costs.gradient_bytes(0, 0),
-            STASH: minibatch * costs.input_bytes(last, 1),
-            B: m * costs.buffer_bytes(last, last) + (m - gpus) * costs.buffer_bytes(0, 0),
-        }
-        for kind, size in kept.items():
-            expected_in[kind] -= size
-            if always or kind in (G, STASH):  # the weights and buffers that stay are clean
-                expected_out[kind] -= size
-    assert swapped(schedule, TaskKind.SWAP_IN) == Counter(expected_in)
-    assert swapped(schedule, TaskKind.SWAP_OUT) == Counter(expected_out)
-    reduced = 2 * (gpus - 1) * costs.gradient_bytes(0, last)
-    assert swapped(schedule, TaskKind.ALLREDUCE).total() == reduced
-    assert not list(schedule.copies(TaskKind.P2P))
+    plan = dp_swap(minibatch, gpus, u, residency, writeback)
+    assert moved(build_paged(plan, costs, machine(gpus))) == closed_forms(plan, costs)
 
 
 @pytest.mark.parametrize(("split", "writeback"), list(product(((1, 5), (2, 5), (3, 8)), Writeback)))
