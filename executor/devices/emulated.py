@@ -1,9 +1,9 @@
 """Emulated GPUs: real tensors and real copies on the CPU, as slow as the machine's description says.
 
-All mathematics runs under one lock of the process. A task of mathematics then sleeps until it has lasted ``1 / speed``
-times the steady CPU time (``processor.py``) that it really took, so that a busy machine, or other emulated GPUs taking
-their turn, do not blur it. Copies are real, and share the nominal links of the machine's ``[emulation]`` part in real
-time.
+All emulated GPUs of the process take turns on one core; updates in the host have another. A task of mathematics sleeps
+until it has lasted ``1 / speed`` times the steady CPU time (``processor.py``) that it really took, so that neither a
+busy machine nor the turns of others blur it. Copies are real, and share the nominal links of the machine's
+``[emulation]`` part in real time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from .facade import Aborted, Copy, Mark, Overruns, T
 from .links import Load, SharedLinks
 from .processor import SteadyClock, quiet
 
-_MATHEMATICS = threading.Lock()
-"""Held by whoever calculates: one emulated GPU at a time, in the whole process."""
+_GPUS_TURN = threading.Lock()
+"""Held by the emulated GPU that calculates: one at a time, in the whole process."""
+_HOST_TURN = threading.Lock()
+"""Held while the host calculates."""
 
 PIECE_BYTES = 512 * 1024
 """Copies go on in pieces of at least this size …"""
@@ -59,6 +61,30 @@ def nominal_machine(machine: Machine) -> Machine:
     return replace(machine, host=replace(machine.host, dram_bandwidth=math.inf), links=links, gpus=gpus)
 
 
+class _Core:
+    """Where mathematics is done, one task after the other."""
+
+    def __init__(self, turn: threading.Lock, aborted: threading.Event) -> None:
+        self._turn, self._aborted = turn, aborted
+        self._clock = SteadyClock()
+        self.overruns = Overruns()
+
+    def calculate(self, work: Callable[[], T], pace: float) -> T:
+        """Do ``work`` in turn, and return when it has lasted its pace times its steady CPU time."""
+        started_ns = time.perf_counter_ns()
+        results: list[T] = []
+        with self._turn:
+            if self._aborted.is_set():
+                raise Aborted
+            due_ns = round(pace * self._clock(lambda: results.append(work())))
+            left_ns = started_ns + due_ns - time.perf_counter_ns()
+            if left_ns < 0:
+                self.overruns = Overruns(self.overruns.count + 1, self.overruns.total_ns - left_ns)
+        if left_ns > 0 and self._aborted.wait(left_ns / NS_PER_S):
+            raise Aborted
+        return results[0]
+
+
 class EmulatedDevices:
     """See :class:`~executor.devices.facade.Devices`."""
 
@@ -67,9 +93,8 @@ class EmulatedDevices:
         self.links = SharedLinks(self.fabric)
         self._paces = [1 / gpu.speed for gpu in machine.gpus]
         self._host_pace = 1 / machine.host.speed
-        self._clock = SteadyClock()
         self._aborted = threading.Event()
-        self._overruns = Overruns()
+        self._gpu_core, self._host_core = _Core(_GPUS_TURN, self._aborted), _Core(_HOST_TURN, self._aborted)
 
     @property
     def gpus(self) -> int:
@@ -79,14 +104,14 @@ class EmulatedDevices:
     @property
     def overruns(self) -> Overruns:
         """Tasks of mathematics that lasted longer than their pace asks."""
-        return self._overruns
+        return self._gpu_core.overruns + self._host_core.overruns
 
     def device(self, gpu: int) -> torch.device:
         """The CPU."""
         return torch.device("cpu")
 
     def generator(self, gpu: int) -> torch.Generator:
-        """The process's generator, which all emulated GPUs share under the lock."""
+        """The process's generator, which all emulated GPUs share in turn."""
         return torch.default_generator
 
     def gpu_bytes(self, gpu: int, size: int) -> Tensor:
@@ -124,25 +149,10 @@ class EmulatedDevices:
         self.links.close()
 
     def calculate(self, gpu: int | None, work: Callable[[], T]) -> T:
-        """Do ``work`` under the lock, and return when it has lasted its pace times its steady CPU time."""
-        started_ns = time.perf_counter_ns()
-        results: list[T] = []
-        with _MATHEMATICS:
-            if self._aborted.is_set():
-                raise Aborted
-            due_ns = self._pace(gpu) * self._clock(lambda: results.append(work()))
-            late_ns = time.perf_counter_ns() - started_ns - due_ns
-            if late_ns > 0:
-                self._overruns = Overruns(self._overruns.count + 1, self._overruns.total_ns + round(late_ns))
-        if late_ns < 0 and self._aborted.wait(self._left_s(started_ns, due_ns)):
-            raise Aborted
-        return results[0]
-
-    def _pace(self, gpu: int | None) -> float:
-        return self._host_pace if gpu is None else self._paces[gpu]
-
-    def _left_s(self, started_ns: int, duration_ns: float) -> float:
-        return max(0.0, started_ns + duration_ns - time.perf_counter_ns()) / NS_PER_S
+        """Paced mathematics of a GPU, or of the host."""
+        if gpu is None:
+            return self._host_core.calculate(work, self._host_pace)
+        return self._gpu_core.calculate(work, self._paces[gpu])
 
 
 class EmulatedQueue:

@@ -50,6 +50,9 @@ class Overruns:
     count: int = 0
     total_ns: int = 0
 
+    def __add__(self, other: Overruns) -> Overruns:
+        return Overruns(self.count + other.count, self.total_ns + other.total_ns)
+
     def since(self, earlier: Overruns) -> Overruns:
         """Those after ``earlier``, an earlier state of the same count."""
         return Overruns(self.count - earlier.count, self.total_ns - earlier.total_ns)

@@ -68,7 +68,7 @@ def test_waiting_for_other_mathematics_counts_as_overrun_when_it_exceeds_the_pac
     devices = EmulatedDevices(machine())
     queue = devices.queue((1, Lane.COMPUTE))
     assert devices.overruns == Overruns(0, 0)
-    with emulated._MATHEMATICS:
+    with emulated._GPUS_TURN:
         thread = threading.Thread(target=queue.compute, args=(lambda: None,))
         thread.start()
         time.sleep(0.03)
@@ -76,6 +76,12 @@ def test_waiting_for_other_mathematics_counts_as_overrun_when_it_exceeds_the_pac
     assert devices.overruns.count == 1
     assert devices.overruns.total_ns > 0
     assert devices.overruns.since(devices.overruns) == Overruns(0, 0)
+
+
+def test_the_host_does_not_wait_for_the_gpus() -> None:
+    queue = EmulatedDevices(machine()).queue((None, Lane.UPDATE))
+    with emulated._GPUS_TURN:
+        assert queue.compute(lambda: "updated") == "updated"
 
 
 def test_abort_wakes_what_sleeps_for_its_pace() -> None:
