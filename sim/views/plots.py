@@ -7,6 +7,7 @@ several steps the one drawn is the step whose length is the median, warm-up excl
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -106,10 +107,10 @@ def plot_memory(timeline: Timeline, gpu: int | None = 0, ax: Axes | None = None)
     title = _title(timeline)
     if gpu is not None:
         peak, cap = timeline.info.gpu_planned_peak_bytes[gpu], timeline.info.gpu_cap_bytes[gpu]
-        _limit(ax, peak / scale, "planned peak", "--")
+        _limit(ax, peak / scale, "planned peak", "--", 0.005, "left")
         highest = max(highest, peak)
         if cap <= 1.5 * peak:  # farther away it would leave no room for the rest
-            _limit(ax, cap / scale, "cap", "-")
+            _limit(ax, cap / scale, "cap", "-", 0.995, "right")
             highest = max(highest, cap)
         title += f"; planned peak {format_bytes(peak)} of {format_bytes(cap)}"
     ax.set_ylim(0, _HEADROOM * highest / scale or 1)
@@ -118,9 +119,10 @@ def plot_memory(timeline: Timeline, gpu: int | None = 0, ax: Axes | None = None)
     return ax
 
 
-def _limit(ax: Axes, level: float, name: str, style: str) -> None:
+def _limit(ax: Axes, level: float, name: str, style: str, place: float, side: Literal["left", "right"]) -> None:
+    """A level across the axes, with its name at one end."""
     ax.axhline(level, color="black", linestyle=style, linewidth=1)
-    ax.annotate(name, (0.995, level), xycoords=("axes fraction", "data"), ha="right", va="bottom")
+    ax.annotate(name, (place, level), xycoords=("axes fraction", "data"), ha=side, va="bottom")
 
 
 def _new_axes(width: float, height: float) -> Axes:
