@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
+from operator import itemgetter
 from typing import Literal
 
 import msgspec
@@ -95,10 +97,14 @@ class ArtifactTask:
     microbatches: list[Interval]
     stashes: tuple[int, ...]
 
-    @property
-    def sizes(self) -> list[int]:
-        """Samples of each microbatch."""
-        return [stop - start for start, stop in self.microbatches]
+    def size(self, microbatch: int) -> int:
+        """Samples of a microbatch."""
+        start, stop = self.microbatches[microbatch]
+        return stop - start
+
+    def completing(self, stop: int) -> int:
+        """The microbatch that completes the samples before ``stop``."""
+        return bisect_left(self.microbatches, stop, key=itemgetter(1))
 
     @property
     def parts(self) -> list[Pack]:
@@ -143,7 +149,7 @@ def memory_by_rank(case: Case, profile: Profile) -> list[int]:
 
 
 def _task_bytes(task: ArtifactTask, profile: Profile) -> int:
-    u, first, last = task.sizes[0], task.first, task.last
+    u, first, last = task.size(0), task.first, task.last
     given, output = profile.input_bytes(first, u), profile.input_bytes(last + 1, u)
     if task.type is TaskType.F:
         kept = sum(profile.input_bytes(layer, u) for layer in task.stashes)

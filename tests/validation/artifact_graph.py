@@ -88,9 +88,7 @@ class _Making:
         self._steps: list[Step] = []
         self._last_on_rank: dict[int, Step] = {}
         self._messages: dict[tuple[int, int], Event] = {}  # by layer whose input it is, and backward microbatch
-        tasks = artifact_tasks(case)
-        self._backwards = {task.first: task for task in tasks if task.type is not TaskType.F}
-        self._last_forward = [task for task in tasks if task.type is TaskType.F][-1:]
+        self._backwards = {task.first: task for task in artifact_tasks(case) if task.type is not TaskType.F}
 
     def step(self, task: ArtifactTask) -> None:
         """Make all events of a task."""
@@ -120,20 +118,20 @@ class _Making:
         self._steps.append(step)
 
     def _bring_weights(self, step: Step) -> None:
-        task = step.task
-        step.weights = self._add(task, Stream.SWAP_IN, "WB", bytes=self._profile.state_bytes(task.first, task.last))
+        size = self._profile.state_bytes(step.task.first, step.task.last)
+        step.weights = self._add(step.task, Stream.SWAP_IN, "WB", bytes=size)
 
     def _bring_input(self, step: Step, i: int) -> None:
-        task, loss = step.task, step.task.type is TaskType.C
-        from_host = self._messages.get((task.first, i)) if loss or task.type is TaskType.B else None
+        task = step.task
         kind = "sX" if task.type is TaskType.B else "X"
-        if not self._steps or from_host:
-            waits = [from_host] if from_host else []
-            event = self._copy(task, Stream.SWAP_IN, kind, task.first, i, waits)
-        else:
+        if task.type is not TaskType.F and (message := self._messages.get((task.first, i))):
+            event = self._copy(task, Stream.SWAP_IN, kind, task.first, i, [message])
+        elif self._steps:
             before = self._steps[-1]
-            source = before.outputs[_completed_by(before.task, task.microbatches[i][1])]
+            source = before.outputs[before.task.completing(task.microbatches[i][1])]
             event = self._receive(task, kind, task.first, i, source)
+        else:
+            event = self._copy(task, Stream.SWAP_IN, kind, task.first, i, [])
         step.inputs.append(event)
 
     def _bring_gradient(self, step: Step, i: int) -> None:
@@ -141,7 +139,7 @@ class _Making:
         step.gradients.append(self._receive(step.task, "dY", step.task.last, i, source))
 
     def _forward(self, step: Step, i: int) -> None:
-        task, u = step.task, step.task.sizes[i]
+        task, u = step.task, step.task.size(i)
         parts: list[Event] = []
         step.computes.append(parts)
         step.stashes.append({})
@@ -154,7 +152,7 @@ class _Making:
             seconds = self._profile.seconds("FWD", first, last, u)
             parts.append(self._compute(step, "FWD", (first, last), i, seconds))
         self._wait_for_arrivals(step, i)
-        by_message = self._case.loss_input_by_message and [task] == self._last_forward
+        by_message = self._case.loss_input_by_message and task.last + 1 == self._case.packs_bwd[-1][0]
         stream = Stream.P2P_OUT if self._case.pipeline and not by_message else Stream.SWAP_OUT
         output = self._copy(task, stream, "Y", task.last, i, [parts[-1]])
         step.outputs.append(output)
@@ -162,7 +160,7 @@ class _Making:
             self._send_messages(output, task.last + 1)
 
     def _backward(self, step: Step, i: int) -> None:
-        task, u = step.task, step.task.sizes[i]
+        task, u = step.task, step.task.size(i)
         pack = (task.first, task.last)
         forward = self._profile.seconds("FWD", *pack, u)
         step.computes.append([self._compute(step, "REC", pack, i, forward)])
@@ -200,10 +198,9 @@ class _Making:
     def _send_messages(self, source: Event, layer: int) -> None:
         """Hand over the input of ``layer`` to whoever goes back through it, by backward microbatch."""
         receiver = self._backwards[layer]
-        assert source.microbatch is not None
         bandwidth = self._case.constants.bw_msg / self._case.busy_ranks
         for j, (start, stop) in enumerate(receiver.microbatches):
-            if _completed_by(source.task, stop) == source.microbatch:
+            if source.task.completing(stop) == source.microbatch:
                 size = self._profile.input_bytes(layer, stop - start)
                 self._messages[layer, j] = self._add(
                     source.task,
@@ -228,23 +225,18 @@ class _Making:
 
     def _copy(self, task: ArtifactTask, stream: Stream, kind: str, layer: int, i: int, waits: list[Event]) -> Event:
         """What lies before ``layer``; Y and dY lie behind it."""
-        u = task.sizes[i]
+        u = task.size(i)
         size = self._profile.input_bytes(layer + 1 if kind in ("Y", "dY") else layer, u)
         return self._add(task, stream, kind, layers=(layer, layer), microbatch=i, size=u, bytes=size, waits=waits)
 
     def _compute(self, step: Step, kind: str, layers: tuple[int, int], i: int, seconds: float) -> Event:
-        u = step.task.sizes[i]
+        u = step.task.size(i)
         return self._add(step.task, Stream.COMPUTE, kind, layers=layers, microbatch=i, size=u, seconds=seconds)
 
     def _add(self, task: ArtifactTask, stream: Stream, kind: str, **fields: Any) -> Event:
         event = Event(task, stream, kind, **{"layers": (task.first, task.last), "number": task.number, **fields})
         self.events.append(event)
         return event
-
-
-def _completed_by(task: ArtifactTask, stop: int) -> int:
-    """The microbatch of ``task`` that completes the samples before ``stop``."""
-    return next(i for i, (_, end) in enumerate(task.microbatches) if end >= stop)
 
 
 def _wait_without_prefetch(step: Step, case: Case) -> None:
@@ -285,11 +277,13 @@ def _wait_with_prefetch(step: Step, case: Case) -> None:
     for arriving, computed in zip(step.inputs[2:], previous, strict=False):
         arriving.waits.append(computed)
     if step.gradients:
-        after_recompute = left and (not case.pipeline or left.task.type is TaskType.B)
-        step.gradients[0].waits += [left.computes[-1][0]] if left and after_recompute else before_first
+        if left and (not case.pipeline or left.task.type is TaskType.B):
+            step.gradients[0].waits.append(left.computes[-1][0])
+        else:
+            step.gradients[0].waits += before_first
         for gradient, (recompute, _) in zip(step.gradients[1:], step.computes, strict=False):
             gradient.waits.append(recompute)
-    for i, stashes in enumerate(step.stashes):
+    before_stash = [[left.freed] if left else [], *([computed] for computed in previous)]
+    for waits, stashes in zip(before_stash, step.stashes, strict=False):
         if step.task.first in stashes:
-            own_input = stashes[step.task.first]
-            own_input.waits += [previous[i - 1]] if i else [left.freed] if left else []
+            stashes[step.task.first].waits += waits
