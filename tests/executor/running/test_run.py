@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -14,19 +16,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from executor.devices.emulated import EmulatedDevices
+from executor.devices.emulated import EmulatedDevices, EmulatedQueue
 from executor.devices.facade import DeviceKind, Queue
 from executor.errors import DeviceError, DifferentModel, OutOfArena, TaskFailed, WorkspaceOverrun
 from executor.models.layers import decompose
 from executor.models.workloads import Workload
 from executor.running.lanes import lane_name
+from executor.running.places import Places
 from executor.running.run import RunResult, run
 from sim.builders import build
 from sim.engine.simulate import simulate
 from sim.errors import DoesNotFit
 from sim.hardware.machine import Machine
 from sim.plan import PagedPlan, Plan, Policy, Residency, UpdateOn
-from sim.schedule import Lane, LaneKey, Schedule
+from sim.schedule import Lane, LaneKey, Schedule, TensorKind
 from sim.timelines.metrics import observed_host_peak_bytes, observed_peak_bytes
 from tests.executor import made
 from tests.executor.training import (
@@ -193,8 +196,39 @@ def test_with_dropout_only_the_cut_counts(plan: Plan) -> None:
     assert differences(train(gpt2(dropout=0.2), plan).trained, expected) == {}
 
 
+class Dawdler(EmulatedQueue):
+    """Starts and ends tasks late, at random."""
+
+    def mark(self) -> int:
+        time.sleep(random.random() * 5e-4)
+        return super().mark()
+
+
+class HostileDevices(EmulatedDevices):
+    """Lanes dawdle, and new memory is full of NaN."""
+
+    def queue(self, lane: LaneKey) -> EmulatedQueue:
+        return Dawdler(self, lane)
+
+    def gpu_bytes(self, gpu: int, size: int) -> Tensor:
+        return super().gpu_bytes(gpu, size).fill_(0xFF)
+
+    def host_bytes(self, size: int) -> Tensor:
+        return super().host_bytes(size).fill_(0xFF)
+
+
 @pytest.mark.parametrize("seed", range(16))
-def test_any_plan_trains_as_plain_pytorch_does(seed: int) -> None:
+def test_any_plan_trains_as_plain_pytorch_does_in_a_hostile_place(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the timing, nothing is read before it is written or after it was freed."""
+    free = Places.free
+
+    def spoil_and_free(places: Places, number: int) -> int:
+        if places.buffers[number].kind is not TensorKind.WORKSPACE:
+            places.block(number).bytes.fill_(0xFF)
+        return free(places, number)
+
+    monkeypatch.setattr(Places, "free", spoil_and_free)
+    monkeypatch.setattr("executor.running.run.open_devices", lambda kind, machine: HostileDevices(machine))
     workload = [chain, partial(chain, frozen=True), gpt2, tied_chain][seed % 4]()
     plan = random_case(seed, layers=len(decompose(workload.model, workload.loss_fn))).plan
     expected = train_plainly(workload, minibatch=plan.minibatch)
