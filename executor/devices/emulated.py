@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -53,11 +53,10 @@ def nominal_machine(machine: Machine) -> Machine:
             "use the machine 'emulated', or add one"
         )
     replace = msgspec.structs.replace
-    links = tuple(replace(link, bandwidth=emulation.links[link.name], latency_ns=0) for link in machine.links)
-    gpus = tuple(
-        replace(gpu, bandwidth=emulation.gpu_bandwidth, p2p_bandwidth=emulation.p2p_bandwidth, copy_overhead_ns=0)
-        for gpu in machine.gpus
-    )
+    plain: dict[str, Any] = {"bandwidth_up": None, "efficiency": ()}
+    links = tuple(replace(link, bandwidth=emulation.links[link.name], latency_ns=0, **plain) for link in machine.links)
+    rates = {"bandwidth": emulation.gpu_bandwidth, "p2p_bandwidth": emulation.p2p_bandwidth}
+    gpus = tuple(replace(gpu, copy_overhead_ns=0, **rates, **plain) for gpu in machine.gpus)
     return replace(machine, host=replace(machine.host, dram_bandwidth=math.inf), links=links, gpus=gpus)
 
 

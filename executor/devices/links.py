@@ -89,7 +89,7 @@ class SharedLinks:
             now = self._clock.now_ns()
             transit = tuple(_Flow(next(self._numbers), load.bytes) for load in loads)
             for flow, load in zip(transit, loads, strict=True):
-                self._fluid.start(now, flow.number, load.route.resources, load.bytes, load.route.cap)
+                self._fluid.start(now, flow.number, load.route.loads, load.bytes, load.route.cap_for(load.bytes))
             return transit
 
     def due_ns(self, transit: Transit, share: float) -> float:

@@ -179,7 +179,7 @@ def measured_machine(
     for edge in machine.nvlinks:
         report(f"NVLink {edge.gpus[0]}-{edge.gpus[1]}")
         rate = _rate(machine, measure, TaskKind.P2P, *edge.gpus)
-        nvlinks.append(replace(edge, bandwidth=rate.bandwidth))
+        nvlinks.append(replace(edge, bandwidth=rate.bandwidth, efficiency=()))
     progress(1.0, "calibrated")
     return replace(machine, gpus=tuple(gpus), links=tuple(links), nvlinks=tuple(nvlinks))
 
@@ -199,6 +199,8 @@ def _measured_gpu(machine: Machine, gpu: int, measure: Measure, both_directions:
     spec = msgspec.structs.replace(
         spec,
         bandwidth=(into.bandwidth + out.bandwidth) / 2,
+        bandwidth_up=None,
+        efficiency=(),
         copy_overhead_ns=round((into.overhead_ns + out.overhead_ns) / 2),
         p2p_bandwidth=to_peer or spec.p2p_bandwidth,
     )
@@ -217,7 +219,8 @@ def _measured_link(link: Link, below: dict[int, Gpu], measure: Measure, both_dir
         return link
     one_way = median(_together(below, [kind], measure) for kind in (TaskKind.SWAP_IN, TaskKind.SWAP_OUT))
     limits = one_way < SHARED_BELOW * alone
-    measured = msgspec.structs.replace(link, latency_ns=0, bandwidth=one_way if limits else max(link.bandwidth, alone))
+    rate = one_way if limits else max(link.bandwidth, alone)
+    measured = msgspec.structs.replace(link, latency_ns=0, bandwidth=rate, bandwidth_up=None, efficiency=())
     if not both_directions:
         return measured
     both = _together(below, [TaskKind.SWAP_IN, TaskKind.SWAP_OUT], measure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from sim.schedule import Buffer, Schedule
+from sim.schedule import Buffer, Schedule, TensorKind
 
 from ..devices.facade import Devices
 from ..models.layers import LayerModel
@@ -29,7 +29,9 @@ class Places:
         self.shares_home = not schedule.plan.policy.has_private_stores
         copies = 1 if self.shares_home else schedule.plan.gpus
         self.homes = [Home(model, layouts, devices.host_bytes, is_the_models=replica == 0) for replica in range(copies)]
-        self.minibatch = Minibatch(schedule.plan.minibatch, schedule.layers, devices.host_bytes)
+        self.minibatch = Minibatch(
+            schedule.plan.minibatch, schedule.layers, _sample_bytes(schedule), devices.host_bytes
+        )
 
     def home(self, gpu: int | None) -> Home:
         """The home that a GPU's copies come from and go to (None: what the host itself works on)."""
@@ -64,3 +66,12 @@ class Places:
         self._host.clear()
         for arena in self._arenas:
             arena.clear()
+
+
+def _sample_bytes(schedule: Schedule) -> dict[int, int]:
+    """Size of a sample of the minibatch's data, by layer."""
+    return {
+        buffer.layer_first: buffer.bytes // (buffer.samples[1] - buffer.samples[0])
+        for buffer in schedule.buffers
+        if buffer.kind is TensorKind.DATA and buffer.samples is not None
+    }

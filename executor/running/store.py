@@ -120,18 +120,20 @@ def _check_in_host_memory(model: LayerModel) -> None:
 class Minibatch:
     """The data of a step in host memory: inputs (``data`` of layer 0) and labels (of the layer past the last).
 
-    One object serves all steps, each of ``samples`` samples of the same shape and dtype.
+    One object serves all steps, each of ``samples`` samples of the same shape and dtype. ``sample_bytes`` says how
+    large a sample is to be, by layer; what is not there is never read.
     """
 
-    def __init__(self, samples: int, layers: int, allocate: Allocate) -> None:
+    def __init__(self, samples: int, layers: int, sample_bytes: Mapping[int, int], allocate: Allocate) -> None:
         self.samples = samples
         self._layers = layers
+        self._sample_bytes = sample_bytes
         self._allocate = allocate
         self._blocks: dict[int, Tensor] = {}
         self._specs: dict[int, tuple[torch.Size, torch.dtype]] = {}
 
     def load(self, inputs: Tensor, labels: Tensor) -> None:
-        """Take in the next step's batch. Raises DifferentModel if its size is not the plan's, or changes."""
+        """Take in the next step's batch. Raises DifferentModel if its size is not the schedule's, or changes."""
         for layer, name, tensor in ((0, "inputs", inputs), (self._layers, "labels", labels)):
             self._load(layer, name, tensor)
 
@@ -150,6 +152,12 @@ class Minibatch:
             raise DifferentModel(
                 f"the {name} have shape {tuple(tensor.shape)}; the schedule is for minibatches of {self.samples} "
                 "samples, along the first dimension"
+            )
+        expected, found = self._sample_bytes.get(layer), tensor.nbytes // self.samples
+        if expected is not None and found != expected:
+            raise DifferentModel(
+                f"the {name} take {found} B a sample ({tensor.dtype} {list(tensor.shape[1:])}), the schedule was made "
+                f"for {expected} B: profile this model with these batches and plan again"
             )
         spec = (tensor.shape[1:], tensor.dtype)
         if layer not in self._blocks:

@@ -36,8 +36,8 @@ def resource_ns(schedule: Schedule, demands: Demands) -> dict[str, int]:
     load = [0.0] * len(demands.fabric.resources)
     for task in schedule.tasks:
         for flow in demands.of(task).flows:
-            for resource in flow.route.resources:
-                load[resource] += flow.bytes
+            for resource, times in flow.route.loads:
+                load[resource] += times * flow.bytes
     return {
         resource.name: floor_ns(size / resource.capacity)
         for resource, size in zip(demands.fabric.resources, load, strict=True)

@@ -114,7 +114,7 @@ class Demands:
     """What each task of a schedule takes on a machine."""
 
     def __init__(self, machine: Machine, durations: Durations, gpus: int) -> None:
-        self.fabric = Fabric(machine)
+        self.fabric, self.sharing = Fabric(machine), machine.sharing
         self._durations = durations
         self._ring = self.fabric.ring(gpus)
         self._routes: dict[tuple[TaskKind, int | None, int | None], Route] = {}
@@ -136,8 +136,8 @@ class Demands:
     def uncontended_ns(self, task: Task) -> int:
         """The least time in which this task can end: as if its flows were alone, rounded down."""
         demand = self.of(task)
-        longest = max((flow.bytes / self.fabric.uncontended_rate(flow.route) for flow in demand.flows), default=0.0)
-        return demand.delay_ns + floor_ns(longest)
+        seconds = [size / self.fabric.uncontended_rate(route, size) for route, size in demand.flows]
+        return demand.delay_ns + floor_ns(max(seconds, default=0.0))
 
     def _route(self, task: Task) -> Route:
         key = (task.kind, task.gpu, task.peer)

@@ -2,8 +2,8 @@
 
     wait until all predecessors have ended → allocate → spend time, then send bytes → free → next task of the lane
 
-Copies at the same time share links: see ``hardware/fluid.py``. Memory is planned in the schedule; the run replays it
-and fails if a buffer does not have the place that the plan promised.
+Copies at the same time share links: see ``hardware/fluid.py``, and ``urgency.py`` for those that go first. Memory is
+planned in the schedule; the run replays it and fails if a buffer does not have the place that the plan promised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from traces.schema import Trace
 
 from ..errors import DoesNotFit, PlanError, ScheduleError, Stalled
 from ..hardware.fluid import Fluid, whole_ns
-from ..hardware.machine import Machine
+from ..hardware.machine import Machine, Sharing
 from ..schedule import Schedule
 from ..timelines.critical_path import critical_path
 from ..timelines.replay import StepTimes, in_sequence
@@ -28,6 +28,7 @@ from ..timelines.timeline import Timeline, TimelineInfo
 from .bounds import bound_ns
 from .device_memory import DeviceMemory
 from .durations import CostDurations, Demands, Durations, Flow, forward_share, used_durations
+from .urgency import Urgency
 
 
 def simulate(
@@ -99,6 +100,7 @@ class _Run:
         self._demands = demands
         self._env = simpy.Environment()
         self._links = _Links(self._env, demands.fabric.fluid())
+        self._urgency = Urgency(schedule, self._links.rerank) if demands.sharing is Sharing.PRIORITY else None
         self._memory = DeviceMemory(schedule)
         self._awaited = [len(before) for before in self._predecessors]
         self._successors = _successors(schedule)
@@ -131,6 +133,8 @@ class _Run:
         for number in ids:
             if self._awaited[number]:
                 gate = self._gates[number] = env.event()
+                if self._urgency:
+                    self._urgency.stands_before(number, self._ends)
                 yield gate
             task = tasks[number]
             self._starts[number] = int(env.now)
@@ -139,7 +143,7 @@ class _Run:
             if demand.delay_ns:
                 yield env.timeout(demand.delay_ns)
             if demand.flows:
-                yield self._links.send(demand.flows)
+                yield self._links.send(number, demand.flows, self._urgency.rank(number) if self._urgency else 0)
             self._ends[number] = int(env.now)
             self._memory.free(task)
             self._release(number)
@@ -180,17 +184,25 @@ class _Links:
 
     def __init__(self, env: simpy.Environment, fluid: Fluid) -> None:
         self._env, self._fluid = env, fluid
+        self._under_way: dict[int, list[simpy.Event]] = {}  # by task: the names of its flows, their ends
         self._timer = 0  # number of the timer that counts; earlier ones were set before rates changed
 
-    def send(self, flows: Sequence[Flow]) -> simpy.Event:
-        """Start these flows; the event comes when all of them have ended."""
-        events = []
+    def send(self, task: int, flows: Sequence[Flow], rank: int) -> simpy.Event:
+        """Start a task's flows; the event comes when all of them have ended."""
+        events = self._under_way[task] = []
         for route, size in flows:
             event = self._env.event()
-            self._fluid.start(self._env.now, event, route.resources, size, route.cap)
+            self._fluid.start(self._env.now, event, route.loads, size, route.cap_for(size), rank)
             events.append(event)
         self._settle()
         return events[0] if len(events) == 1 else self._env.all_of(events)
+
+    def rerank(self, task: int, rank: int) -> None:
+        """Give the flows of a task, if they are under way, another rank."""
+        if task in self._under_way:
+            for event in self._under_way[task]:
+                self._fluid.rerank(self._env.now, event, rank)
+            self._settle()
 
     def _settle(self) -> None:
         """Report flows that have ended, and set the timer for the next."""

@@ -1,4 +1,4 @@
-"""The Fabric: which resources of a machine each kind of copy takes.
+"""The Fabric: which resources of a machine each kind of copy loads.
 
 Resources are directions of links, DRAM, and whatever else can be full. *Down* is away from the host.
 
@@ -8,30 +8,34 @@ Resources are directions of links, DRAM, and whatever else can be full. *Down* i
                without P2P access: gpu up, links up, dram twice, links down, gpu down
 
 A link whose two directions together are capped adds a third resource, taken by copies in either direction. Two GPUs
-joined by NVLink use that alone. What copies at once do to each other is :class:`~sim.fluid.Fluid`'s matter.
+joined by NVLink use that alone. Between sockets, the interconnect's direction comes on top: a copy between a GPU and
+host memory sends there the share of its bytes that lies on other sockets, a copy between GPUs of two sockets all.
+What copies at once do to each other is :class:`~sim.hardware.fluid.Fluid`'s matter.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import combinations
+from typing import NamedTuple
 
 from ..errors import MachineError
 from ..units import NS_PER_S
-from .fluid import Fluid, whole_ns
-from .machine import HOST, Gpu, Link, Machine
+from .fluid import Fluid, Loads, whole_ns
+from .machine import HOST, Efficiency, Gpu, Link, Machine
 
 __all__ = ["Fabric", "Fluid", "Resource", "Route", "ring_edge_bytes", "whole_ns"]
 
 
 class _Direction(Enum):
-    """Which copies take a link's resource."""
+    """Which way a copy takes a link."""
 
     DOWN = "down"
     UP = "up"
-    BOTH = "both"
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,31 @@ class Resource:
 
 @dataclass(frozen=True)
 class Route:
-    """What one copy takes: indices of resources (twice if used twice), a cap of its own in bytes/s, and the time
-    before its first byte (latencies along the way and the GPU's overhead for starting a copy)."""
+    """What one copy takes: its load on resources (indices), a cap of its own in bytes/s, and the time before its first
+    byte (latencies along the way and the GPU's overhead for starting a copy). ``slow_starts`` are the bandwidths and
+    efficiencies along the way that depend on the copy's size."""
 
-    resources: tuple[int, ...]
+    loads: Loads
     cap: float = math.inf
     delay_ns: int = 0
+    slow_starts: tuple[tuple[float, Efficiency], ...] = ()
+
+    def cap_for(self, bytes: float) -> float:
+        """The cap of a copy of this size (bytes/s)."""
+        if not self.slow_starts:
+            return self.cap
+        return min(self.cap, *(bandwidth * reached(points, bytes) for bandwidth, points in self.slow_starts))
+
+
+def reached(efficiency: Efficiency, bytes: float) -> float:
+    """Share of the bandwidth that a copy of this size reaches. Between two known sizes its *time* is interpolated, so
+    that a larger copy never takes less."""
+    at = bisect_left(efficiency, bytes, key=lambda point: point[0])
+    if at in (0, len(efficiency)):
+        return efficiency[max(0, at - 1)][1]
+    (size, share), (larger, its_share) = efficiency[at - 1 : at + 1]
+    beyond = (bytes - size) / (larger - size)
+    return bytes / ((1 - beyond) * size / share + beyond * larger / its_share)
 
 
 def ring_edge_bytes(gradient_bytes: int, gpus: int) -> float:
@@ -67,26 +90,28 @@ class Fabric:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._links = {link.name: link for link in machine.links}
-        resources = [Resource("dram", machine.host.dram_bandwidth)]
-        self._dram = 0
-        self._directions: dict[tuple[str, _Direction], int] = {}
-        self._nvlinks: dict[tuple[int, int], int] = {}
+        self._resources: list[Resource] = []
+        self._dram = self._add(Resource("dram", machine.host.dram_bandwidth))
+        self._directions: dict[tuple[str, _Direction], list[int]] = {}
         ends: list[tuple[str, Link | Gpu]] = [(link.name, link) for link in machine.links]
         for name, end in [*ends, *((_gpu_name(number), gpu) for number, gpu in enumerate(machine.gpus))]:
-            for direction, capacity in (
-                (_Direction.DOWN, end.bandwidth),
-                (_Direction.UP, end.bandwidth),
-                (_Direction.BOTH, end.both_directions),
-            ):
-                if capacity is not None:
-                    self._directions[name, direction] = len(resources)
-                    resources.append(Resource(f"{name} {direction.value}", capacity))
+            down, up = Resource(f"{name} down", end.bandwidth), Resource(f"{name} up", end.rate_up)
+            ways = self._add_both_ways(down, up, f"{name} both", end.both_directions)
+            self._directions[name, _Direction.DOWN], self._directions[name, _Direction.UP] = ways
+        self._nvlinks: dict[tuple[int, int], _Stretch] = {}
         for edge in machine.nvlinks:
             for source, target in (edge.gpus, edge.gpus[::-1]):
-                self._nvlinks[source, target] = len(resources)
-                resources.append(Resource(f"nvlink {source}-{target}", edge.bandwidth))
-        self.resources = tuple(resources)
-        self.capacities = tuple(resource.capacity for resource in resources)
+                resource = self._add(Resource(f"nvlink {source}-{target}", edge.bandwidth))
+                slow_starts = [(edge.bandwidth, edge.efficiency)] if edge.efficiency else []
+                self._nvlinks[source, target] = _Stretch([(resource, 1.0)], slow_starts=slow_starts)
+        self._crossings: dict[tuple[int, int], list[int]] = {}
+        if (joint := machine.interconnect) is not None:
+            for a, b in combinations(range(machine.host.sockets), 2):
+                there, back = (Resource(f"socket {way}", joint.bandwidth) for way in (f"{a}-{b}", f"{b}-{a}"))
+                ways = self._add_both_ways(there, back, f"sockets {a} and {b}", joint.both_directions)
+                self._crossings[a, b], self._crossings[b, a] = ways
+        self.resources = tuple(self._resources)
+        self.capacities = tuple(resource.capacity for resource in self.resources)
 
     def fluid(self) -> Fluid:
         """A fluid over these resources, with no copy in flight."""
@@ -94,15 +119,11 @@ class Fabric:
 
     def swap_in(self, gpu: int) -> Route:
         """Host memory to GPU."""
-        links = self._way(gpu)
-        resources = [*self._take(_Direction.DOWN, links, gpu), self._dram]
-        return Route(tuple(resources), delay_ns=_latency(links) + self._machine.gpus[gpu].copy_overhead_ns)
+        return self._swap(gpu, _Direction.DOWN)
 
     def swap_out(self, gpu: int) -> Route:
         """GPU to host memory."""
-        links = self._way(gpu)
-        resources = [*self._take(_Direction.UP, links, gpu), self._dram]
-        return Route(tuple(resources), delay_ns=_latency(links) + self._machine.gpus[gpu].copy_overhead_ns)
+        return self._swap(gpu, _Direction.UP)
 
     def p2p(self, source: int, target: int) -> Route:
         """GPU to another GPU: over NVLink if there is one, else over the tree, else (no P2P access) through the host.
@@ -112,20 +133,21 @@ class Fabric:
         if source == target:
             raise MachineError(f"machine {self._machine.name}: a copy from GPU {source} to itself needs no route")
         sender, receiver = self._machine.gpus[source], self._machine.gpus[target]
-        if (edge := self._nvlinks.get((source, target))) is not None:
-            return Route((edge,), delay_ns=sender.copy_overhead_ns)
+        if (source, target) in self._nvlinks:
+            return _route([self._nvlinks[source, target]], delay_ns=sender.copy_overhead_ns)
         up, down = self._way(source), self._way(target)
-        delay_ns = sender.copy_overhead_ns
-        through_host: list[int] = []
         if sender.p2p and receiver.p2p:
-            up, down = [k for k in up if k not in down], [k for k in down if k not in up]
+            up, down = [link for link in up if link not in down], [link for link in down if link not in up]
+            sockets = self._socket(source), self._socket(target)
+            between = [self._across([sockets] if sockets[0] != sockets[1] else [], 1.0)]
+            delay_ns = sender.copy_overhead_ns
         else:
-            through_host = [self._dram] * 2
-            delay_ns += receiver.copy_overhead_ns
-        return Route(
-            (*self._take(_Direction.UP, up, source), *through_host, *self._take(_Direction.DOWN, down, target)),
+            between = [self._memory(_Direction.UP, source), self._memory(_Direction.DOWN, target)]
+            delay_ns = sender.copy_overhead_ns + receiver.copy_overhead_ns
+        return _route(
+            [self._along(_Direction.UP, up, source), *between, self._along(_Direction.DOWN, down, target)],
             cap=min(gpu.p2p_bandwidth or math.inf for gpu in (sender, receiver)),
-            delay_ns=_latency(up) + _latency(down) + delay_ns,
+            delay_ns=delay_ns,
         )
 
     def ring(self, gpus: int | Sequence[int]) -> tuple[Route, ...]:
@@ -140,16 +162,31 @@ class Fabric:
 
     def host_memory(self) -> Route:
         """Reading and writing host memory, without a copy to a GPU."""
-        return Route((self._dram,))
+        return Route(((self._dram, 1.0),))
 
-    def uncontended_rate(self, route: Route) -> float:
-        """Bytes/s of a copy that is alone."""
-        limits = [self.capacities[resource] / route.resources.count(resource) for resource in route.resources]
-        return min([route.cap, *limits])
+    def uncontended_rate(self, route: Route, bytes: float = math.inf) -> float:
+        """Bytes/s of a copy of this size (without one: a very large one) that is alone."""
+        return min([route.cap_for(bytes), *(self.capacities[resource] / times for resource, times in route.loads)])
 
     def uncontended_ns(self, route: Route, bytes: float) -> int:
         """How long a copy takes that is alone, its delay included (ns)."""
-        return route.delay_ns + whole_ns(bytes / self.uncontended_rate(route) * NS_PER_S)
+        return route.delay_ns + whole_ns(bytes / self.uncontended_rate(route, bytes) * NS_PER_S)
+
+    def _add(self, resource: Resource) -> int:
+        self._resources.append(resource)
+        return len(self._resources) - 1
+
+    def _add_both_ways(
+        self, there: Resource, back: Resource, both: str, both_directions: float | None
+    ) -> tuple[list[int], list[int]]:
+        """A link's resources: those taken on the way there, and those on the way back."""
+        ways = self._add(there), self._add(back)
+        together = [] if both_directions is None else [self._add(Resource(both, both_directions))]
+        return [ways[0], *together], [ways[1], *together]
+
+    def _swap(self, gpu: int, direction: _Direction) -> Route:
+        stretches = [self._along(direction, self._way(gpu), gpu), self._memory(direction, gpu)]
+        return _route(stretches, delay_ns=self._machine.gpus[gpu].copy_overhead_ns)
 
     def _way(self, gpu: int) -> list[Link]:
         """Links between a GPU's own and the host, the GPU's side first."""
@@ -159,16 +196,54 @@ class Fabric:
             at = links[-1].parent
         return links
 
-    def _take(self, direction: _Direction, links: Sequence[Link], gpu: int) -> list[int]:
-        """Resources of the GPU's own link and ``links`` in one direction."""
-        names = [_gpu_name(gpu), *(link.name for link in links)]
-        wanted = [(name, which) for name in names for which in (direction, _Direction.BOTH)]
-        return [self._directions[key] for key in wanted if key in self._directions]
+    def _socket(self, gpu: int) -> int:
+        return [self._machine.gpus[gpu], *self._way(gpu)][-1].socket
+
+    def _along(self, direction: _Direction, links: Sequence[Link], gpu: int) -> _Stretch:
+        """The GPU's own link and ``links``, in one direction."""
+        names, ends = [_gpu_name(gpu), *(link.name for link in links)], [self._machine.gpus[gpu], *links]
+        rates = [end.bandwidth if direction is _Direction.DOWN else end.rate_up for end in ends]
+        return _Stretch(
+            loads=[(resource, 1.0) for name in names for resource in self._directions[name, direction]],
+            latency_ns=sum(link.latency_ns for link in links),
+            slow_starts=[(rate, end.efficiency) for rate, end in zip(rates, ends, strict=True) if end.efficiency],
+        )
+
+    def _memory(self, direction: _Direction, gpu: int) -> _Stretch:
+        """Host memory, and the interconnect for what lies on other sockets than the GPU's."""
+        homes, at = self._machine.host.memory_sockets, self._socket(gpu)
+        crossings = [(home, at) if direction is _Direction.DOWN else (at, home) for home in homes if home != at]
+        across = self._across(crossings, 1 / len(homes))
+        return across._replace(loads=[(self._dram, 1.0), *across.loads])
+
+    def _across(self, crossings: Sequence[tuple[int, int]], share: float) -> _Stretch:
+        """From one socket to another, for each of ``crossings``: ``share`` of the bytes."""
+        joint = self._machine.interconnect
+        latency_ns = joint.latency_ns if joint is not None and crossings else 0
+        return _Stretch([(resource, share) for pair in crossings for resource in self._crossings[pair]], latency_ns)
+
+
+class _Stretch(NamedTuple):
+    """A part of a copy's way."""
+
+    loads: list[tuple[int, float]]
+    latency_ns: int = 0
+    slow_starts: Sequence[tuple[float, Efficiency]] = ()
+
+
+def _route(stretches: Sequence[_Stretch], *, delay_ns: int, cap: float = math.inf) -> Route:
+    """One stretch after the other."""
+    loads: dict[int, float] = {}
+    for stretch in stretches:
+        for resource, times in stretch.loads:
+            loads[resource] = loads.get(resource, 0.0) + times
+    return Route(
+        tuple(sorted(loads.items())),
+        cap,
+        delay_ns + sum(stretch.latency_ns for stretch in stretches),
+        tuple(slow for stretch in stretches for slow in stretch.slow_starts),
+    )
 
 
 def _gpu_name(gpu: int) -> str:
     return f"gpu{gpu}"
-
-
-def _latency(links: Sequence[Link]) -> int:
-    return sum(link.latency_ns for link in links)

@@ -1,11 +1,14 @@
 """Machine files: TOML, with sizes, rates and times as text with their unit.
 
-    description = "…"
-    [host]          memory = "375 GB" (or "unlimited"), dram_bandwidth = "60 GB/s", cores = 16, speed = 1.0
-    [[links]]       name = "switch", bandwidth = "12.35 GB/s", parent = "host", both_directions, latency = "2 us"
-    [[gpus]]        name = "GTX 1080 Ti", count = 4, memory = "11 GiB", reserved, bandwidth, link = "switch", speed,
-                    p2p = true, p2p_bandwidth, both_directions, copy_overhead = "10 us"
-    [[nvlinks]]     gpus = [0, 1], bandwidth (each direction)
+    description = "…", sharing = "fair" (or "priority")
+    [host]          memory = "375 GB" (or "unlimited"), dram_bandwidth = "60 GB/s", cores = 16, speed = 1.0,
+                    sockets = 2, memory_on = [0, 1]
+    [interconnect]  bandwidth = "16 GB/s", both_directions, latency: between sockets
+    [[links]]       name = "switch", bandwidth = "12.35 GB/s", parent = "host", socket = 0, bandwidth_up,
+                    both_directions, latency = "2 us", efficiency = [["64 KiB", 0.3], ["4 MiB", 0.9]]
+    [[gpus]]        name = "GTX 1080 Ti", count = 4, memory = "11 GiB", reserved, bandwidth, link = "switch", socket,
+                    speed, p2p = true, p2p_bandwidth, bandwidth_up, both_directions, copy_overhead = "10 us", efficiency
+    [[nvlinks]]     gpus = [0, 1], bandwidth (each direction), efficiency
     [emulation]     pace = 4.0, gpu_bandwidth, p2p_bandwidth, and [emulation.links] with a rate for each link
 
 What the keys mean is said in :mod:`sim.machine`. A file without ``name`` is called as its file is.
@@ -30,7 +33,7 @@ from traces.files import write_atomically
 
 from ..errors import MachineError
 from ..units import exact_bytes, exact_ns, exact_rate, parse_bytes, parse_ns, parse_rate
-from .machine import Emulation, Gpu, Host, Link, Machine, NvLink
+from .machine import Efficiency, Emulation, Gpu, Host, Interconnect, Link, Machine, NvLink, Sharing
 
 _SUFFIX = ".toml"
 _UNLIMITED = "unlimited"
@@ -135,6 +138,30 @@ def _read_pair(value: object) -> tuple[int, int]:
     raise ValueError(f"{value!r} is not a pair of GPU numbers; write for example [0, 1]")
 
 
+def _read_sockets(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(socket) is int and socket >= 0 for socket in value):
+        raise ValueError(f"{value!r} is not a list of sockets; write for example [0, 1]")
+    return tuple(value)
+
+
+def _read_efficiency(value: object) -> Efficiency:
+    points = []
+    for point in value if isinstance(value, list) else [value]:
+        match point:
+            case [str(size), int(share) | float(share)] if 0 < share <= 1:
+                points.append((parse_bytes(size), float(share)))
+            case _:
+                raise ValueError(f'{point!r} is not a size and a share of the bandwidth; write [["64 KiB", 0.3], …]')
+    return tuple(points)
+
+
+def _read_sharing(value: object) -> Sharing:
+    known = [sharing.value for sharing in Sharing]
+    if value not in known:
+        raise ValueError(f"{value!r} is not a way to share links; known: {', '.join(known)}")
+    return Sharing(value)
+
+
 _SIZE = _quantity(parse_bytes, exact_bytes)
 _SIZE_OR_UNLIMITED = _Kind(
     lambda value: None if value == _UNLIMITED else _SIZE.read(value),
@@ -146,6 +173,10 @@ _TIME = _quantity(parse_ns, exact_ns)
 _SPEED = _number("above 0", lambda value: value > 0)
 _PACE = _number("of at least 1", lambda value: value >= 1)
 _COUNT = _whole_number(1)
+_INDEX = _whole_number(0)
+_SOCKETS = _Kind(_read_sockets, list)
+_EFFICIENCY = _Kind(_read_efficiency, lambda points: [[exact_bytes(size), share] for size, share in points])
+_SHARING = _Kind(_read_sharing, lambda sharing: sharing.value)
 _TEXT = _of_type(str, "text; put it in quotes")
 _FLAG = _of_type(bool, "true or false")
 _PAIR = _Kind(_read_pair, list)
@@ -168,29 +199,43 @@ _HOST_KEYS = {
     "dram_bandwidth": _Key("dram_bandwidth", _RATE, required=True),
     "cores": _Key("cores", _COUNT, required=True),
     "speed": _Key("speed", _SPEED),
+    "sockets": _Key("sockets", _COUNT),
+    "memory_on": _Key("memory_on", _SOCKETS),
+}
+_INTERCONNECT_KEYS = {
+    "bandwidth": _Key("bandwidth", _RATE, required=True),
+    "both_directions": _Key("both_directions", _RATE),
+    "latency": _Key("latency_ns", _TIME),
 }
 _LINK_KEYS = {
     "name": _Key("name", _TEXT, required=True),
     "bandwidth": _Key("bandwidth", _RATE, required=True),
     "parent": _Key("parent", _TEXT),
+    "socket": _Key("socket", _INDEX),
+    "bandwidth_up": _Key("bandwidth_up", _RATE),
     "both_directions": _Key("both_directions", _RATE),
     "latency": _Key("latency_ns", _TIME),
+    "efficiency": _Key("efficiency", _EFFICIENCY),
 }
 _GPU_KEYS = {
     "name": _Key("name", _TEXT, required=True),
     "memory": _Key("memory_bytes", _SIZE, required=True),
     "reserved": _Key("reserved_bytes", _SIZE),
     "bandwidth": _Key("bandwidth", _RATE, required=True),
+    "bandwidth_up": _Key("bandwidth_up", _RATE),
     "both_directions": _Key("both_directions", _RATE),
     "link": _Key("link", _TEXT),
+    "socket": _Key("socket", _INDEX),
     "speed": _Key("speed", _SPEED),
     "p2p": _Key("p2p", _FLAG),
     "p2p_bandwidth": _Key("p2p_bandwidth", _RATE),
     "copy_overhead": _Key("copy_overhead_ns", _TIME),
+    "efficiency": _Key("efficiency", _EFFICIENCY),
 }
 _NVLINK_KEYS = {
     "gpus": _Key("gpus", _PAIR, required=True),
     "bandwidth": _Key("bandwidth", _RATE, required=True),
+    "efficiency": _Key("efficiency", _EFFICIENCY),
 }
 _EMULATION_KEYS = {
     "pace": _Key("pace", _PACE, required=True),
@@ -202,9 +247,10 @@ _LISTS = {"links": _LINK_KEYS, "gpus": _GPU_KEYS | {"count": _Key("count", _COUN
 _TOP_KEYS = {
     "name": _Key("name", _TEXT),
     "description": _Key("description", _TEXT),
+    "sharing": _Key("sharing", _SHARING),
     "host": _Key("host", _of_type(dict, "a table; write it as [host]"), required=True),
     **{name: _Key(name, _of_type(list, f"a list of tables; write each as [[{name}]]")) for name in _LISTS},
-    "emulation": _Key("emulation", _of_type(dict, "a table; write it as [emulation]")),
+    **{name: _Key(name, _of_type(dict, f"a table; write it as [{name}]")) for name in ("interconnect", "emulation")},
 }
 
 
@@ -233,9 +279,11 @@ def _read_machine(document: dict[str, Any], source: str, name: str) -> Machine:
     host = Host(**_read_table(head.pop("host"), _HOST_KEYS, source, "[host]"))
     lists = {table: list(_read_list(head.pop(table, []), table, keys, source)) for table, keys in _LISTS.items()}
     gpus = [Gpu(**values) for values in lists["gpus"] for _ in range(values.pop("count", 1))]
-    emulation = None
+    if "interconnect" in head:
+        values = _read_table(head["interconnect"], _INTERCONNECT_KEYS, source, "[interconnect]")
+        head["interconnect"] = Interconnect(**values)
     if "emulation" in head:
-        emulation = Emulation(**_read_table(head.pop("emulation"), _EMULATION_KEYS, source, "[emulation]"))
+        head["emulation"] = Emulation(**_read_table(head["emulation"], _EMULATION_KEYS, source, "[emulation]"))
     try:
         return Machine(
             name=head.pop("name", name),
@@ -243,7 +291,6 @@ def _read_machine(document: dict[str, Any], source: str, name: str) -> Machine:
             gpus=tuple(gpus),
             links=tuple(Link(**values) for values in lists["links"]),
             nvlinks=tuple(NvLink(**values) for values in lists["nvlinks"]),
-            emulation=emulation,
             **head,
         )
     except MachineError as error:
@@ -281,11 +328,14 @@ def _write_machine(machine: Machine) -> dict[str, Any]:
     gpus = [{"count": len(list(equal))} | _write_table(gpu, _GPU_KEYS) for gpu, equal in groupby(machine.gpus)]
     document: dict[str, Any] = {
         "description": machine.description,
+        "sharing": "" if machine.sharing is Sharing.FAIR else machine.sharing.value,
         "host": _write_table(machine.host, _HOST_KEYS),
         "links": [_write_table(link, _LINK_KEYS) for link in machine.links],
         "gpus": gpus,
         "nvlinks": [_write_table(edge, _NVLINK_KEYS) for edge in machine.nvlinks],
     }
+    if machine.interconnect is not None:
+        document["interconnect"] = _write_table(machine.interconnect, _INTERCONNECT_KEYS)
     if machine.emulation is not None:
         document["emulation"] = _write_table(machine.emulation, _EMULATION_KEYS)
     return {"name": machine.name} | {name: value for name, value in document.items() if value}

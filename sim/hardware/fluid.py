@@ -1,6 +1,6 @@
 """Copies as fluid flows that share resources max-min fairly.
 
-Every flow takes some resources (a link's direction, the host's DRAM, …) and may have a cap of its own. At any time
+Every flow loads some resources (a link's direction, the host's DRAM, …) and may have a cap of its own. At any time
 the rates are the max-min fair ones: nobody's rate can grow without taking from someone who has no more. They are
 found by progressive filling: raise all rates together; when a resource is full, or a flow at its cap, those flows stay
 at that level; go on with the others (Bertsekas and Gallager, *Data Networks*, 2nd edition, section 6.5.2). Rates hold
@@ -8,6 +8,9 @@ from one start or end to the next.
 
     capacity 12 B/ns     A, 120 B   ├── 6 ──┤── 12 ─┤        B ends at 10 ns,
                          B,  60 B   ├── 6 ──┤                A at 15 ns
+
+Flows of a lower ``rank`` go first: they share as if the others were not there, and leave them what is over. So B of
+rank 0 and A of rank 1 would have B end at 5 ns and A, which waits till then, at 15 ns.
 
 Times are float nanoseconds inside. :func:`whole_ns` gives the integer that a clock of whole nanoseconds shows.
 """
@@ -22,6 +25,7 @@ from typing import NamedTuple
 from ..units import NS_PER_S
 
 _SAME_LEVEL = 1.0 + 1e-12  # what fills up at levels this close fills up together
+_NO_ROOM = 1e-12  # of a capacity: less than that is rounding
 _SLACK_NS = 1e-3  # flows that end this close end together: far below a tick, above the rounding of hours
 _REMEMBERED = 1 << 16  # sets of flows in flight whose rates are kept
 
@@ -31,11 +35,17 @@ def whole_ns(time_ns: float) -> int:
     return math.ceil(time_ns - _SLACK_NS)
 
 
-class FlowClass(NamedTuple):
-    """What decides a flow's rate: (resource, how often it takes it) pairs, and its own cap (as capacities)."""
+Loads = tuple[tuple[int, float], ...]
+"""(resource, how often each byte of a flow passes it): 2.0 for a flow that takes it twice, 0.5 for one that sends half
+of its bytes another way. Each resource is named once."""
 
-    uses: tuple[tuple[int, int], ...]
+
+class FlowClass(NamedTuple):
+    """What decides a flow's rate: its loads, its own cap (as capacities), and its rank."""
+
+    loads: Loads
     cap: float
+    rank: int = 0
 
 
 def max_min_rates(
@@ -43,22 +53,30 @@ def max_min_rates(
 ) -> dict[int, float]:
     """Max-min fair rate of each flow, by class: ``counts`` says how many flows of ``classes[i]`` there are.
 
-    Rates are in the unit of ``capacities``. A flow that takes a resource twice loads it with twice its rate.
+    Rates are in the unit of ``capacities``; a flow of no rate has nothing left by those of lower ranks.
     """
-    room: dict[int, float] = {}  # capacity less what the flows take whose rate is settled
-    load: dict[int, int] = {}  # what the others take together, as a multiple of their common rate
+    room = list(capacities)
+    rates: dict[int, float] = {}
+    for rank in sorted({classes[i].rank for i in counts}):
+        _fill(room, classes, {i: count for i, count in counts.items() if classes[i].rank == rank}, rates)
+        room = [0.0 if left < _NO_ROOM * whole else left for left, whole in zip(room, capacities, strict=True)]
+    return rates
+
+
+def _fill(room: list[float], classes: Sequence[FlowClass], counts: Mapping[int, int], rates: dict[int, float]) -> None:
+    """Add these flows' ``rates``, and take them from the ``room`` that each resource has."""
+    slope: dict[int, float] = {}  # load of the flows whose rate is not settled, as a multiple of their common rate
     users: dict[int, list[int]] = {}
     for i, count in counts.items():
-        for resource, times in classes[i].uses:
-            if resource not in room:
-                room[resource], load[resource], users[resource] = capacities[resource], 0, []
-            load[resource] += times * count
-            users[resource].append(i)
+        for resource, times in classes[i].loads:
+            slope[resource] = slope.get(resource, 0.0) + times * count
+            users.setdefault(resource, []).append(i)
+    rising = {resource: len(kinds) for resource, kinds in users.items()}  # classes among these flows
     capped = sorted([i for i in counts if classes[i].cap < math.inf], key=lambda i: classes[i].cap, reverse=True)
-    rates: dict[int, float] = {}
+    todo = set(counts)
     level = 0.0
-    while len(rates) < len(counts):
-        full_at = [(room[resource] / times, resource) for resource, times in load.items()]
+    while todo:
+        full_at = [(room[resource] / slope[resource], resource) for resource in rising]
         lowest = min([*full_at, (classes[capped[-1]].cap, -1)] if capped else full_at)[0]
         level = max(level, lowest)  # levels never fall, but for rounding
         reach = level * _SAME_LEVEL
@@ -66,15 +84,16 @@ def max_min_rates(
         while capped and classes[capped[-1]].cap <= reach:
             settled.append(capped.pop())
         for i in settled:
-            if i in rates:
+            if i not in todo:
                 continue
+            todo.remove(i)
             rates[i] = level
-            for resource, times in classes[i].uses:
+            for resource, times in classes[i].loads:
                 room[resource] -= times * counts[i] * level
-                load[resource] -= times * counts[i]
-                if not load[resource]:
-                    del load[resource]
-    return rates
+                slope[resource] -= times * counts[i]
+                rising[resource] -= 1
+                if not rising[resource]:
+                    del rising[resource]
 
 
 class _Flow:
@@ -91,7 +110,7 @@ class _Flow:
 
     def change_rate(self, rate: float, now_ns: float) -> None:
         self.left, self.since_ns, self.rate = self.left_at(now_ns), now_ns, rate
-        self.ends_ns = now_ns + self.left / rate
+        self.ends_ns = now_ns + self.left / rate if rate else math.inf
 
 
 class Fluid:
@@ -113,15 +132,17 @@ class Fluid:
         self._stale = False  # flows came or went since the rates were set
         self._next_end = math.inf
         self._classes: list[FlowClass] = []
-        self._class_of: dict[tuple[tuple[int, ...], float], int] = {}
+        self._class_of: dict[FlowClass, int] = {}
         self._known_rates: dict[frozenset[tuple[int, int]], dict[int, float]] = {}
 
     def __len__(self) -> int:
         """Flows in flight."""
         return len(self._flows)
 
-    def start(self, now_ns: float, flow: Hashable, route: Sequence[int], bytes: float, cap: float = math.inf) -> None:
-        """Let ``flow`` send ``bytes`` over the resources ``route`` (indices) at no more than ``cap`` bytes/s.
+    def start(
+        self, now_ns: float, flow: Hashable, loads: Loads, bytes: float, cap: float = math.inf, rank: int = 0
+    ) -> None:
+        """Let ``flow`` send ``bytes`` over the resources that it loads at no more than ``cap`` bytes/s.
 
         A flow without bytes ends at once. Raises ValueError for a flow already in flight, negative or infinite
         bytes, a cap of zero, or a flow that nothing limits.
@@ -130,7 +151,7 @@ class Fluid:
             raise ValueError(f"flow {flow!r} is in flight already")
         if not 0 <= bytes < math.inf:
             raise ValueError(f"flow {flow!r} has {bytes} bytes to send")
-        kind = self._class(tuple(route), cap)
+        kind = self._class(FlowClass(loads, cap / NS_PER_S, rank))
         self.advance(now_ns)
         if bytes == 0:
             self.finished[flow] = self._now
@@ -138,6 +159,16 @@ class Fluid:
         self._flows[flow] = _Flow(kind, bytes, self._now)
         self._counts[kind] += 1
         self._stale = True
+
+    def rerank(self, now_ns: float, flow: Hashable, rank: int) -> None:
+        """Give ``flow`` another rank from now on; nothing happens if it is not in flight (any more)."""
+        self.advance(now_ns)
+        state = self._flows.get(flow)
+        if state is not None:
+            self._discount(state.kind)
+            state.kind = self._class(self._classes[state.kind]._replace(rank=rank))
+            self._counts[state.kind] += 1
+            self._stale = True
 
     def advance(self, now_ns: float) -> None:
         """Let time pass until ``now_ns``; flows that end by then move to ``finished``, in the order of their ends."""
@@ -166,16 +197,19 @@ class Fluid:
         self._set_rates()
         return {name: flow.rate * NS_PER_S for name, flow in self._flows.items()}
 
-    def _class(self, route: tuple[int, ...], cap: float) -> int:
-        """Index of the class of such flows."""
-        kind = self._class_of.get((route, cap))
+    def _class(self, flow_class: FlowClass) -> int:
+        """Index of this class."""
+        kind = self._class_of.get(flow_class)
         if kind is None:
+            loads, cap, _ = flow_class
             if not cap > 0:
                 raise ValueError(f"a flow's cap must be positive, got {cap}")
-            if math.isinf(cap) and all(math.isinf(self._capacities[resource]) for resource in route):
-                raise ValueError(f"nothing limits a flow over {route}: give it a cap or a resource")
-            kind = self._class_of[route, cap] = len(self._classes)
-            self._classes.append(FlowClass(tuple(sorted(Counter(route).items())), cap / NS_PER_S))
+            if len({resource for resource, _ in loads}) < len(loads) or not all(times > 0 for _, times in loads):
+                raise ValueError(f"loads must name each resource once, more than 0 times each; got {loads}")
+            if math.isinf(cap) and all(math.isinf(self._capacities[resource]) for resource, _ in loads):
+                raise ValueError(f"nothing limits a flow over {loads}: give it a cap or a resource")
+            kind = self._class_of[flow_class] = len(self._classes)
+            self._classes.append(flow_class)
         return kind
 
     def _set_rates(self) -> None:
@@ -198,9 +232,12 @@ class Fluid:
         """Move the flows that end now to ``finished``."""
         latest = self._now + _SLACK_NS
         for name in [name for name, flow in self._flows.items() if flow.ends_ns <= latest]:
-            kind = self._flows.pop(name).kind
-            self._counts[kind] -= 1
-            if not self._counts[kind]:
-                del self._counts[kind]
+            self._discount(self._flows.pop(name).kind)
             self.finished[name] = self._now
         self._stale = True
+
+    def _discount(self, kind: int) -> None:
+        """One flow less of this class."""
+        self._counts[kind] -= 1
+        if not self._counts[kind]:
+            del self._counts[kind]

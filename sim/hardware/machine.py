@@ -1,8 +1,8 @@
-"""The Machine: what a server offers. GPUs hang off a tree of links whose root is host memory.
+"""The Machine: what a server offers. GPUs hang off a tree of links whose root is the host.
 
-    host memory (DRAM bandwidth)
-      └── link "root"         each link: bandwidth per direction, optional cap on both directions together, latency
-            ├── gpu 0         a GPU names the link it hangs off; its own link is ``gpu.bandwidth``
+    host                      memory, its DRAM bandwidth; one or several sockets, joined by an interconnect
+      └── link "root"         each link: bandwidth by direction, optional cap on both directions together, latency,
+            ├── gpu 0         efficiency by size; a GPU names the link it hangs off; its own is ``gpu.bandwidth``
             └── gpu 1
 
 The values are immutable descriptions; what happens on them lives in the engines. ``files.py`` reads and writes
@@ -11,6 +11,8 @@ the TOML form, ``fabric.py`` says what each copy loads.
 
 from __future__ import annotations
 
+from enum import Enum
+from itertools import pairwise
 from typing import Annotated
 
 import msgspec
@@ -22,44 +24,72 @@ HOST = "host"
 
 Rate = Annotated[float, msgspec.Meta(gt=0)]
 Size = Annotated[int, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+
+Efficiency = tuple[tuple[Size, Share], ...]
+"""What copies of some sizes (bytes, ascending) reach, as shares of the bandwidth. Times of sizes between them are
+interpolated; smaller copies reach the first share, larger ones the last. Empty: any copy reaches all."""
+
+
+class Sharing(Enum):
+    """How copies at the same time share links.
+
+    ``FAIR``: max-min fairly. ``PRIORITY``: copies that a GPU's standing compute lane waits for before all others, and
+    copies out of GPUs after all others; max-min fairly among each of these.
+    """
+
+    FAIR = "fair"
+    PRIORITY = "priority"
 
 
 class _Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the machine's parts: immutable, named fields only."""
 
 
-class Link(_Value, frozen=True):
-    """A full-duplex link towards the host.
+class _Link(_Value, frozen=True, kw_only=True):
+    """What is said of any full-duplex link towards the host.
 
-    ``bandwidth`` (bytes/s) holds in each direction; ``both_directions`` (bytes/s), if given, caps their sum.
-    ``parent`` is the next link towards the host, or ``"host"``.
+    ``bandwidth`` (bytes/s) holds in each direction, or away from the host only, if ``bandwidth_up`` says another one
+    towards it; ``both_directions`` (bytes/s), if given, caps their sum. What hangs off the host is plugged into
+    ``socket``.
     """
 
-    name: str
     bandwidth: Rate
-    parent: str = HOST
+    bandwidth_up: Rate | None = None
     both_directions: Rate | None = None
+    efficiency: Efficiency = ()
+    socket: Size = 0
+
+    @property
+    def rate_up(self) -> float:
+        """Bandwidth towards the host."""
+        return self.bandwidth_up or self.bandwidth
+
+
+class Link(_Link, frozen=True, kw_only=True):
+    """A link towards the host; ``parent`` is the next one, or ``"host"``."""
+
+    name: str
+    parent: str = HOST
     latency_ns: Size = 0
 
 
-class Gpu(_Value, frozen=True):
-    """One GPU; ``name`` is its model. Usable memory is ``memory_bytes - reserved_bytes``.
+class Gpu(_Link, frozen=True, kw_only=True):
+    """One GPU with its own link, which hangs off link ``link`` (or the host).
 
+    ``name`` is its model. Usable memory is ``memory_bytes - reserved_bytes``.
     ``speed`` is relative to the device on which traces for this machine were made (0.5: half as fast).
-    ``bandwidth`` (bytes/s, each direction) is its own link, hanging off link ``link`` (or the host).
     ``p2p_bandwidth`` caps a single copy to or from another GPU; ``p2p`` False sends such copies through the host.
     ``copy_overhead_ns`` is what a copy costs before its first byte.
     """
 
     name: str
     memory_bytes: Size
-    bandwidth: Rate
     link: str = HOST
     reserved_bytes: Size = 0
     speed: Rate = 1.0
     p2p: bool = True
     p2p_bandwidth: Rate | None = None
-    both_directions: Rate | None = None
     copy_overhead_ns: Size = 0
 
     @property
@@ -74,15 +104,35 @@ class NvLink(_Value, frozen=True):
 
     gpus: tuple[int, int]
     bandwidth: Rate
+    efficiency: Efficiency = ()
 
 
 class Host(_Value, frozen=True):
-    """Host memory and CPU. ``memory_bytes`` None is unlimited (what-if). ``speed`` scales CPU updates as a GPU's."""
+    """Host memory and CPU. ``memory_bytes`` None is unlimited (what-if). ``speed`` scales CPU updates as a GPU's.
+
+    What is in host memory is spread evenly over the sockets ``memory_on`` (empty: all of them), and ``dram_bandwidth``
+    (bytes/s) is what their DRAM gives together.
+    """
 
     memory_bytes: Size | None
     dram_bandwidth: Rate
     cores: Annotated[int, msgspec.Meta(ge=1)]
     speed: Rate = 1.0
+    sockets: Annotated[int, msgspec.Meta(ge=1)] = 1
+    memory_on: tuple[Size, ...] = ()
+
+    @property
+    def memory_sockets(self) -> tuple[int, ...]:
+        """The sockets that hold host memory."""
+        return self.memory_on or tuple(range(self.sockets))
+
+
+class Interconnect(_Value, frozen=True):
+    """What joins every two sockets: ``bandwidth`` (bytes/s) in each direction, ``both_directions`` caps their sum."""
+
+    bandwidth: Rate
+    both_directions: Rate | None = None
+    latency_ns: Size = 0
 
 
 class Emulation(_Value, frozen=True):
@@ -106,6 +156,8 @@ class Machine(_Value, frozen=True):
     gpus: tuple[Gpu, ...]
     links: tuple[Link, ...] = ()
     nvlinks: tuple[NvLink, ...] = ()
+    interconnect: Interconnect | None = None
+    sharing: Sharing = Sharing.FAIR
     emulation: Emulation | None = None
     description: str = ""
 
@@ -114,6 +166,8 @@ class Machine(_Value, frozen=True):
         if not self.gpus:
             raise self._fault("it has no GPU; add a [[gpus]] table")
         self._check_links()
+        self._check_sockets()
+        self._check_efficiency()
         for number, gpu in enumerate(self.gpus):
             if gpu.usable_bytes <= 0:
                 raise self._fault(
@@ -148,6 +202,36 @@ class Machine(_Value, frozen=True):
                 if parent in way:
                     raise self._fault(f"links {sorted(way)} form a loop; one must hang off {HOST!r}")
                 way.append(parent)
+
+    def _check_sockets(self) -> None:
+        count, host = self.host.sockets, self.host
+        known = f"sockets are 0…{count - 1}"
+        if (count > 1) != (self.interconnect is not None):
+            raise self._fault(f"it has {count} socket(s); several are joined by an [interconnect], and only several")
+        if not set(host.memory_on) <= set(range(count)) or len(set(host.memory_on)) < len(host.memory_on):
+            raise self._fault(f"host memory on sockets {list(host.memory_on)}; {known}, each named once")
+        ends = [(f"GPU {number}", gpu.socket, gpu.link) for number, gpu in enumerate(self.gpus)]
+        ends += [(f"link {link.name}", link.socket, link.parent) for link in self.links]
+        for owner, socket, parent in ends:
+            if socket and parent != HOST:
+                raise self._fault(
+                    f"{owner} hangs off {parent!r} and says socket {socket}; only what hangs off the host may"
+                )
+            if socket >= count:
+                raise self._fault(f"{owner} is on socket {socket}; {known}")
+
+    def _check_efficiency(self) -> None:
+        known = [(f"GPU {number}", gpu.efficiency) for number, gpu in enumerate(self.gpus)]
+        known += [(f"link {link.name}", link.efficiency) for link in self.links]
+        known += [(f"NVLink {edge.gpus}", edge.efficiency) for edge in self.nvlinks]
+        for owner, efficiency in known:
+            for (size, share), (larger, its_share) in pairwise([(0, 1.0), *efficiency]):
+                if size >= larger:
+                    raise self._fault(
+                        f"efficiency of {owner}: sizes must grow from above 0; {larger} B follows {size} B"
+                    )
+                if size / share > larger / its_share:
+                    raise self._fault(f"efficiency of {owner}: a copy of {larger} B would end before one of {size} B")
 
     def _fault(self, problem: str) -> MachineError:
         return MachineError(f"machine {self.name}: {problem}")

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from ..units import exact_ns, format_bytes, format_rate
+from ..units import exact_bytes, exact_ns, format_bytes, format_rate
 from .fabric import Fabric
-from .machine import HOST, Gpu, Link, Machine
+from .machine import HOST, Gpu, Interconnect, Link, Machine, Sharing
 
 
 def machine_to_dict(machine: Machine) -> dict[str, Any]:
@@ -33,6 +33,12 @@ def describe(machine: Machine) -> RenderableType:
     for edge in machine.nvlinks:
         first, second = edge.gpus
         parts.append(Text(f"NVLink GPU {first} ↔ GPU {second}: {format_rate(edge.bandwidth)} each way"))
+    if (joint := machine.interconnect) is not None:
+        homes = ", ".join(str(socket) for socket in machine.host.memory_sockets)
+        text = f"interconnect of the sockets: {format_rate(joint.bandwidth)} each way"
+        parts.append(Text(text + _more(joint) + f"; memory on sockets {homes}"))
+    if machine.sharing is Sharing.PRIORITY:
+        parts.append(Text("copies that computation waits for go first, copies out of GPUs last"))
     if machine.emulation is not None:
         nominal = [("GPU", machine.emulation.gpu_bandwidth), *machine.emulation.links.items()]
         rates = ", ".join(f"{name} {format_rate(rate)}" for name, rate in nominal)
@@ -90,10 +96,20 @@ def _grow(tree: Tree, machine: Machine, parent: str) -> None:
 
 def _rates(end: Link | Gpu) -> str:
     text = f"{format_rate(end.bandwidth)} each way"
+    if end.bandwidth_up is not None:
+        text = f"{format_rate(end.bandwidth)} down, {format_rate(end.bandwidth_up)} up"
+    text += _more(end)
+    if end.efficiency:
+        text += "; " + ", ".join(f"{share:.0%} at {exact_bytes(size)}" for size, share in end.efficiency)
+    return text if not end.socket else f"{text}; socket {end.socket}"
+
+
+def _more(end: Link | Gpu | Interconnect) -> str:
+    text = ""
     if end.both_directions is not None:
         text += f", {format_rate(end.both_directions)} both ways together"
     match end:
-        case Link(latency_ns=delay_ns) if delay_ns:
+        case Link(latency_ns=delay_ns) | Interconnect(latency_ns=delay_ns) if delay_ns:
             text += f", latency {exact_ns(delay_ns)}"
         case Gpu(copy_overhead_ns=delay_ns) if delay_ns:
             text += f", {exact_ns(delay_ns)} a copy"

@@ -54,10 +54,10 @@ class Halves:
         self._gpus = len(machine.gpus)
         self._samples = [b - a for a, b in shares(minibatch, self._gpus)] if parallel else [minibatch]
         self._speeds = np.array([gpu.speed for gpu in machine.gpus])
-        top = [link.bandwidth for link in machine.links if link.parent == HOST]
-        top += [gpu.bandwidth for gpu in machine.gpus if gpu.link == HOST]
-        own = [gpu.bandwidth for gpu in machine.gpus]
-        self._link_ns = NS_PER_S / min(sum(top), sum(own), machine.host.dram_bandwidth)
+        top = [*(link for link in machine.links if link.parent == HOST), *(g for g in machine.gpus if g.link == HOST)]
+        into = [sum(end.bandwidth for end in ends) for ends in (top, machine.gpus)]
+        out = [sum(end.rate_up for end in ends) for ends in (top, machine.gpus)]
+        self._in_ns, self._out_ns = (NS_PER_S / min(*rates, machine.host.dram_bandwidth) for rates in (into, out))
         self._dram_ns = NS_PER_S / machine.host.dram_bandwidth
         self._totals: dict[tuple[Callable[[int, int], int], int], list[int]] = {}
 
@@ -202,5 +202,5 @@ class Halves:
 
     def _busy(self, own: Busy, work: float, tasks: float, into: float, out: float, host: float) -> Busy:
         shared = (work - _ROUNDING_NS * tasks * self._speeds.max()) / self._speeds.sum()
-        columns = [shared, into * self._link_ns, out * self._link_ns, (into + out) * self._dram_ns, host]
+        columns = [shared, into * self._in_ns, out * self._out_ns, (into + out) * self._dram_ns, host]
         return np.concatenate([own, np.broadcast_to(columns, (*own.shape[:-1], len(columns)))], axis=-1)

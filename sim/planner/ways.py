@@ -17,13 +17,17 @@ class Way:
     """A route: ``load`` is how often each byte loads each resource."""
 
     def __init__(self, fabric: Fabric, route: Route) -> None:
-        self._delay_ns = route.delay_ns
-        self._ns_per_byte = NS_PER_S / fabric.uncontended_rate(route)
-        self.load: Loads = np.bincount(route.resources, minlength=len(fabric.resources)).astype(np.float64)
+        self._route = route
+        self._ns_per_byte = NS_PER_S * max([times / fabric.capacities[i] for i, times in route.loads], default=0.0)
+        self.load: Loads = np.zeros(len(fabric.resources))
+        for resource, times in route.loads:
+            self.load[resource] = times
 
     def ns(self, size: float) -> float:
         """Time of one copy of ``size`` bytes; a copy of none does not happen."""
-        return self._delay_ns + size * self._ns_per_byte if size else 0.0
+        if not size:
+            return 0.0
+        return self._route.delay_ns + size * max(self._ns_per_byte, NS_PER_S / self._route.cap_for(size))
 
 
 class Ways:

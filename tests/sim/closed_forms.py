@@ -27,13 +27,14 @@ def moved(schedule: Schedule) -> Moved:
 def closed_forms(plan: Plan, costs: Costs) -> Moved:
     """For untied, trained layers whose sizes grow in proportion to the microbatch.
 
-    Harmony plans of at least two backward packs, with enough slots (pipelines: with at least two GPUs); ``dp-swap``
+    Harmony plans of at least two backward packs, with enough slots; ``dp-swap``
     with ``residency`` none or (at least two layers) next.
     """
     letters = Letters(plan, costs)
     if isinstance(plan, PagedPlan):
         return _dp_swap(plan, letters)
-    return _data_parallel(plan, letters) if plan.policy is Policy.HARMONY_DP else _pipeline(plan, letters)
+    in_pipeline = plan.policy is Policy.HARMONY_PP and plan.gpus > 1
+    return _pipeline(plan, letters) if in_pipeline else _data_parallel(plan, letters)
 
 
 class Letters:

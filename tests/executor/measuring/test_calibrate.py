@@ -24,7 +24,7 @@ class FabricClock:
         fluid = self._fabric.fluid()
         routes = [self._route(transfer) for transfer in transfers]
         for at, (transfer, route) in enumerate(zip(transfers, routes, strict=True)):
-            fluid.start(route.delay_ns, at, route.resources, transfer.bytes, route.cap)
+            fluid.start(route.delay_ns, at, route.loads, transfer.bytes, route.cap_for(transfer.bytes))
         while (upcoming := fluid.next_finish()) is not None:
             fluid.advance(upcoming[0])
         return math.ceil(max(fluid.finished.values()))

@@ -131,7 +131,7 @@ def test_a_model_elsewhere_is_refused() -> None:
 
 class TestMinibatch:
     def batch(self) -> Minibatch:
-        return Minibatch(4, 7, allocate)
+        return Minibatch(4, 7, {}, allocate)
 
     def test_bytes_of_some_samples(self) -> None:
         batch = self.batch()
@@ -162,3 +162,9 @@ class TestMinibatch:
         batch.load(torch.zeros(4, 2), torch.zeros(4))
         with pytest.raises(DifferentModel, match=r"the inputs have torch.float32 \[3\] a sample.*torch.float32 \[2\]"):
             batch.load(torch.zeros(4, 3), torch.zeros(4))
+
+    def test_of_other_samples_than_scheduled_it_is_refused(self) -> None:
+        batch = Minibatch(4, 7, {0: 8, 7: 8}, allocate)
+        batch.load(torch.zeros(4, 2), torch.arange(4))
+        with pytest.raises(DifferentModel, match=r"the labels take 4 B a sample \(torch.float32 \[\]\), .* for 8 B"):
+            batch.load(torch.zeros(4, 2), torch.zeros(4))

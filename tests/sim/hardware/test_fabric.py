@@ -6,11 +6,13 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sim.errors import MachineError
-from sim.hardware.fabric import Fabric, Route, ring_edge_bytes
+from sim.hardware.fabric import Fabric, Route, reached, ring_edge_bytes
 from sim.hardware.files import load_machine
-from sim.hardware.machine import Gpu, Host, Link, Machine, NvLink
+from sim.hardware.machine import Gpu, Host, Interconnect, Link, Machine, NvLink
 
 GB_S = 1e9
 FOREVER = 10**12
@@ -37,7 +39,12 @@ def two_switches() -> Machine:
 
 
 def taken(fabric: Fabric, route: Route) -> list[str]:
-    return sorted(fabric.resources[resource].name for resource in route.resources)
+    """Names of what a copy loads, twice if loaded twice."""
+    return sorted(name for resource, times in route.loads for name in [fabric.resources[resource].name] * int(times))
+
+
+def capacities(fabric: Fabric) -> dict[str, float]:
+    return {resource.name: resource.capacity for resource in fabric.resources}
 
 
 class TestRoutes:
@@ -92,8 +99,7 @@ class TestRoutes:
         fabric = Fabric(make_machine([make_gpu("up", p2p=False)] * 2, [link]))
         assert taken(fabric, fabric.p2p(0, 1)).count("up both") == 2
         assert fabric.uncontended_rate(fabric.p2p(0, 1)) == 10 * GB_S
-        both = {name.name: name.capacity for name in fabric.resources}
-        assert both["up both"] == 20 * GB_S
+        assert capacities(fabric)["up both"] == 20 * GB_S
 
     def test_nvlink_replaces_the_tree_for_its_pair_only(self) -> None:
         edges = (NvLink(gpus=(0, 1), bandwidth=50 * GB_S),)
@@ -102,6 +108,16 @@ class TestRoutes:
         assert (taken(fabric, there), taken(fabric, back)) == (["nvlink 0-1"], ["nvlink 1-0"])
         assert (there.delay_ns, there.cap) == (5, math.inf)
         assert "dram" in taken(fabric, fabric.p2p(1, 2))
+
+    def test_a_direction_may_have_a_bandwidth_of_its_own(self) -> None:
+        fabric = Fabric(make_machine([make_gpu("up", bandwidth_up=7 * GB_S)], [Link(name="up", bandwidth=9 * GB_S)]))
+        assert capacities(fabric) == {
+            "dram": 100 * GB_S,
+            "up down": 9 * GB_S,
+            "up up": 9 * GB_S,
+            "gpu0 down": 10 * GB_S,
+            "gpu0 up": 7 * GB_S,
+        }
 
     def test_a_copy_to_itself_is_refused(self) -> None:
         with pytest.raises(MachineError, match="GPU 0 to itself"):
@@ -118,6 +134,132 @@ class TestRoutes:
             fabric = Fabric(load_machine(name))
             assert len({resource.name for resource in fabric.resources}) == len(fabric.resources)
             assert fabric.capacities == tuple(resource.capacity for resource in fabric.resources)
+
+
+def two_sockets(memory_on: tuple[int, ...] = (), *, p2p: bool = True, **changes: Any) -> Fabric:
+    """GPU 0 directly on socket 0, GPU 1 behind a switch on socket 1; 8 GB/s between the sockets."""
+    host = Host(memory_bytes=None, dram_bandwidth=100 * GB_S, cores=4, sockets=2, memory_on=memory_on)
+    links = [Link(name="switch", bandwidth=12 * GB_S, socket=1, latency_ns=20)]
+    interconnect = Interconnect(**{"bandwidth": 8 * GB_S, "latency_ns": 700, **changes})
+    gpus = [make_gpu(p2p=p2p), make_gpu("switch", p2p=p2p)]
+    return Fabric(make_machine(gpus, links, host=host, interconnect=interconnect))
+
+
+def loads(fabric: Fabric, route: Route) -> dict[str, float]:
+    return {fabric.resources[resource].name: times for resource, times in route.loads}
+
+
+class TestSockets:
+    def test_memory_of_all_sockets_sends_the_others_share_over_the_interconnect(self) -> None:
+        fabric = two_sockets()
+        assert loads(fabric, fabric.swap_in(0)) == {"dram": 1, "gpu0 down": 1, "socket 1-0": 0.5}
+        assert loads(fabric, fabric.swap_out(1)) == {"dram": 1, "gpu1 up": 1, "switch up": 1, "socket 1-0": 0.5}
+        assert fabric.uncontended_rate(fabric.swap_in(0)) == 10 * GB_S
+        assert fabric.swap_out(1).delay_ns == 720
+
+    def test_memory_of_one_socket_is_near_or_far(self) -> None:
+        fabric = two_sockets((1,))
+        near, far = fabric.swap_in(1), fabric.swap_in(0)
+        assert loads(fabric, near) == {"dram": 1, "gpu1 down": 1, "switch down": 1}
+        assert loads(fabric, far) == {"dram": 1, "gpu0 down": 1, "socket 1-0": 1}
+        assert (near.delay_ns, far.delay_ns) == (20, 700)
+        assert fabric.uncontended_rate(far) == 8 * GB_S
+
+    def test_copies_between_gpus_of_two_sockets_cross_once(self) -> None:
+        fabric = two_sockets()
+        assert loads(fabric, fabric.p2p(0, 1)) == {"gpu0 up": 1, "socket 0-1": 1, "switch down": 1, "gpu1 down": 1}
+        assert fabric.p2p(1, 0).delay_ns == 720
+
+    def test_without_p2p_access_they_write_and_read_memory_wherever_it_is(self) -> None:
+        fabric = two_sockets(p2p=False)
+        route = fabric.p2p(0, 1)
+        expected = {"gpu0 up": 1, "dram": 2, "socket 0-1": 1, "switch down": 1, "gpu1 down": 1}
+        assert loads(fabric, route) == expected
+        assert route.delay_ns == 20 + 2 * 700
+        fabric = two_sockets((0,), p2p=False)
+        assert loads(fabric, fabric.p2p(1, 0))["socket 1-0"] == 1
+
+    def test_gpus_below_one_link_do_not_cross(self) -> None:
+        host = Host(memory_bytes=None, dram_bandwidth=GB_S, cores=4, sockets=2)
+        links = [Link(name="a", bandwidth=GB_S, socket=1), Link(name="b", bandwidth=GB_S, socket=1)]
+        interconnect = Interconnect(bandwidth=GB_S)
+        fabric = Fabric(make_machine([make_gpu(x) for x in "aab"], links, host=host, interconnect=interconnect))
+        assert taken(fabric, fabric.p2p(0, 1)) == ["gpu0 up", "gpu1 down"]
+        assert taken(fabric, fabric.p2p(1, 2)) == ["a up", "b down", "gpu1 up", "gpu2 down"]
+
+    def test_three_sockets_hold_a_third_each(self) -> None:
+        host = Host(memory_bytes=None, dram_bandwidth=GB_S, cores=4, sockets=3)
+        machine = make_machine([make_gpu(socket=2)], host=host, interconnect=Interconnect(bandwidth=GB_S, latency_ns=5))
+        fabric = Fabric(machine)
+        route = fabric.swap_out(0)
+        assert loads(fabric, route) == {"dram": 1, "gpu0 up": 1, "socket 2-0": 1 / 3, "socket 2-1": 1 / 3}
+        assert route.delay_ns == 5
+
+    def test_a_cap_on_both_directions_is_taken_by_either(self) -> None:
+        fabric = two_sockets((0,), both_directions=12 * GB_S)
+        assert capacities(fabric)["sockets 0 and 1"] == 12 * GB_S
+        assert loads(fabric, fabric.swap_in(1))["sockets 0 and 1"] == 1
+        assert loads(fabric, fabric.swap_out(1))["sockets 0 and 1"] == 1
+
+    def test_swaps_of_far_memory_share_the_interconnect(self) -> None:
+        fabric = two_sockets()
+        flows = fabric.fluid()
+        for name, route in (("in", fabric.swap_in(0)), ("p2p", fabric.p2p(1, 0))):
+            flows.start(0, name, route.loads, 1000, route.cap)
+        # Both end in GPU 0: 5 and 5, which leaves 0.5 of the interconnect's 8; then 10 would be 8 for "p2p".
+        assert flows.rates() == {"in": 5 * GB_S, "p2p": 5 * GB_S}
+        flows = fabric.fluid()
+        flows.start(0, "out", fabric.swap_out(1).loads, 1000)
+        flows.start(0, "p2p", fabric.p2p(1, 0).loads, 1000)
+        flows.start(0, "in", fabric.swap_in(0).loads, 400)
+        # Rates r of all: 1.0 for "p2p" and 0.5 for each swap fill 8 at r = 4; GPU 1's link would only do so at 5.
+        assert flows.rates() == {"out": 4 * GB_S, "p2p": 4 * GB_S, "in": 4 * GB_S}
+
+
+class TestEfficiency:
+    POINTS = ((1000, 0.25), (4000, 0.5), (16_000, 0.8))
+
+    @pytest.mark.parametrize(
+        ("size", "share"),
+        [
+            (1, 0.25),
+            (1000, 0.25),
+            (4000, 0.5),
+            (2500, 2500 / 6000),  # takes as long as 6000 B at full rate: half way from 4000 to 8000
+            (16_000, 0.8),
+            (10**9, 0.8),
+        ],
+    )
+    def test_times_are_interpolated(self, size: int, share: float) -> None:
+        assert reached(self.POINTS, size) == pytest.approx(share, rel=1e-12)
+
+    @given(st.integers(1, 20_000), st.integers(0, 1000))
+    def test_a_larger_copy_never_takes_less(self, size: int, more: int) -> None:
+        fabric = Fabric(make_machine([make_gpu(efficiency=self.POINTS)]))
+        route = fabric.swap_in(0)
+        assert fabric.uncontended_ns(route, size) <= fabric.uncontended_ns(route, size + more)
+
+    def test_it_caps_the_copy_and_leaves_the_rest_to_others(self) -> None:
+        fabric = Fabric(make_machine([make_gpu(efficiency=self.POINTS)]))
+        flows, route = fabric.fluid(), fabric.swap_in(0)
+        for name, size in (("small", 1000), ("large", 16_000)):
+            flows.start(0, name, route.loads, size, route.cap_for(size))
+        assert flows.rates() == {"small": 2.5 * GB_S, "large": 7.5 * GB_S}
+
+    def test_the_slowest_of_the_way_counts_in_its_direction(self) -> None:
+        gpus = [make_gpu("up", efficiency=((8, 0.5),), bandwidth_up=4 * GB_S), make_gpu("up", p2p_bandwidth=3 * GB_S)]
+        fabric = Fabric(make_machine(gpus, [Link(name="up", bandwidth=12 * GB_S, efficiency=((8, 0.25),))]))
+        assert fabric.swap_in(0).cap_for(8) == 3 * GB_S
+        assert fabric.swap_out(0).cap_for(8) == 2 * GB_S
+        assert fabric.p2p(0, 1).cap_for(8) == 2 * GB_S
+        assert fabric.p2p(1, 0).cap_for(8) == 3 * GB_S
+        assert fabric.uncontended_ns(fabric.swap_out(0), 8) == 4
+
+    def test_an_nvlink_has_its_own(self) -> None:
+        edge = NvLink(gpus=(0, 1), bandwidth=50 * GB_S, efficiency=((10, 0.1), (1000, 1.0)))
+        fabric = Fabric(make_machine([make_gpu(efficiency=self.POINTS)] * 2, nvlinks=(edge,)))
+        assert fabric.uncontended_rate(fabric.p2p(0, 1), 10) == 5 * GB_S
+        assert fabric.uncontended_rate(fabric.p2p(0, 1)) == 50 * GB_S
 
 
 class TestTimes:
@@ -141,8 +283,8 @@ class TestTimes:
         fabric = Fabric(load_machine("4x1080ti"))
         flows = fabric.fluid()
         for gpu in range(4):
-            flows.start(0, ("in", gpu), fabric.swap_in(gpu).resources, 12_350)
-        flows.start(0, ("out", 0), fabric.swap_out(0).resources, 12_350)
+            flows.start(0, ("in", gpu), fabric.swap_in(gpu).loads, 12_350)
+        flows.start(0, ("out", 0), fabric.swap_out(0).loads, 12_350)
         flows.advance(FOREVER)
         assert flows.finished == pytest.approx({("out", 0): 1000, **{("in", gpu): 4000 for gpu in range(4)}})
 
@@ -150,7 +292,7 @@ class TestTimes:
         fabric = Fabric(load_machine("8x1080ti-2switch"))
         flows = fabric.fluid()
         for gpu in (0, 4):
-            flows.start(0, gpu, fabric.swap_in(gpu).resources, 12_350)
+            flows.start(0, gpu, fabric.swap_in(gpu).loads, 12_350)
         flows.advance(FOREVER)
         assert flows.finished == pytest.approx({0: 1000, 4: 1000})
 
@@ -159,8 +301,8 @@ class TestTimes:
             gpus = [make_gpu("up", p2p=p2p)] * 3
             fabric = Fabric(make_machine(gpus, [Link(name="up", bandwidth=10 * GB_S)]))
             flows = fabric.fluid()
-            flows.start(0, "swap", fabric.swap_in(0).resources, 1000)
-            flows.start(0, "copy", fabric.p2p(1, 2).resources, 10_000)
+            flows.start(0, "swap", fabric.swap_in(0).loads, 1000)
+            flows.start(0, "copy", fabric.p2p(1, 2).loads, 10_000)
             flows.advance(FOREVER)
             return flows.finished["swap"]
 
@@ -171,7 +313,7 @@ class TestTimes:
         flows = fabric.fluid()
         edges = fabric.ring(4)
         for number, edge in enumerate(edges):
-            flows.start(0, number, edge.resources, ring_edge_bytes(8_800_000, 4), edge.cap)
+            flows.start(0, number, edge.loads, ring_edge_bytes(8_800_000, 4), edge.cap)
         flows.advance(FOREVER)
         assert flows.finished == pytest.approx(dict.fromkeys(range(4), 1_500_000))
 
@@ -180,7 +322,7 @@ class TestTimes:
         fabric = Fabric(make_machine([make_gpu(name) for name in "aabb"], links))
         flows = fabric.fluid()
         for number, edge in enumerate(fabric.ring(4)):
-            flows.start(0, number, edge.resources, 6000)
+            flows.start(0, number, edge.loads, 6000)
         flows.advance(FOREVER)
         assert flows.finished == {0: 600, 2: 600, 1: 3000, 3: 3000}
 

@@ -11,14 +11,23 @@ from hypothesis import strategies as st
 
 from sim.errors import MachineError
 from sim.hardware.files import load_machine, save_machine, shipped_machines
-from sim.hardware.machine import HOST, Emulation, Gpu, Host, Link, Machine, NvLink
+from sim.hardware.machine import HOST, Efficiency, Emulation, Gpu, Host, Interconnect, Link, Machine, NvLink, Sharing
 from traces.errors import FileError
 
 SMALL = """
+sharing = "priority"
+
 [host]
 memory = "64 GB"
 dram_bandwidth = "20 GB/s"
 cores = 4
+sockets = 2
+memory_on = [1]
+
+[interconnect]
+bandwidth = "16 GB/s"
+both_directions = "30 GB/s"
+latency = "1 us"
 
 [[links]]
 name = "switch"
@@ -38,13 +47,17 @@ copy_overhead = "10 us"
 name = "RTX"
 memory = "24 GB"
 bandwidth = "25 GB/s"
+bandwidth_up = "24 GB/s"
 both_directions = "35 GB/s"
+efficiency = [["64 KiB", 0.25], ["1 MiB", 1]]
+socket = 1
 p2p = false
 speed = 2
 
 [[nvlinks]]
 gpus = [0, 1]
 bandwidth = "50 GB/s"
+efficiency = [["1 MB", 0.5]]
 
 [emulation]
 pace = 4
@@ -68,13 +81,25 @@ def test_every_key_arrives(path: Path) -> None:
         bandwidth=12e9,
         copy_overhead_ns=10_000,
     )
-    rtx = Gpu(name="RTX", memory_bytes=24 * 10**9, bandwidth=25e9, both_directions=35e9, p2p=False, speed=2.0)
+    rtx = Gpu(
+        name="RTX",
+        memory_bytes=24 * 10**9,
+        bandwidth=25e9,
+        bandwidth_up=24e9,
+        both_directions=35e9,
+        efficiency=((2**16, 0.25), (2**20, 1.0)),
+        socket=1,
+        p2p=False,
+        speed=2.0,
+    )
     assert load_machine(path) == Machine(
         name="small",
-        host=Host(memory_bytes=64 * 10**9, dram_bandwidth=20e9, cores=4),
+        host=Host(memory_bytes=64 * 10**9, dram_bandwidth=20e9, cores=4, sockets=2, memory_on=(1,)),
+        interconnect=Interconnect(bandwidth=16e9, both_directions=30e9, latency_ns=1000),
+        sharing=Sharing.PRIORITY,
         links=(Link(name="switch", bandwidth=12.35e9, latency_ns=2000),),
         gpus=(gtx, gtx, rtx),
-        nvlinks=(NvLink(gpus=(0, 1), bandwidth=50e9),),
+        nvlinks=(NvLink(gpus=(0, 1), bandwidth=50e9, efficiency=((10**6, 0.5),)),),
         emulation=Emulation(pace=4.0, gpu_bandwidth=0.25e9, links={"switch": 0.3e9}),
     )
 
@@ -89,7 +114,15 @@ def test_a_name_in_the_file_goes_before_the_files_name(path: Path) -> None:
     ("old", "new", "problem"),
     [
         ('memory = "24 GB"', 'memroy = "24 GB"', "[[gpus]] 2: unknown key 'memroy'; did you mean 'memory'?"),
-        ("cores = 4", "cores = 4\nxyz = 1", "[host]: unknown key 'xyz'; known: memory, dram_bandwidth, cores, speed"),
+        ("cores = 4", "cores = 4\nxyz = 1", "[host]: unknown key 'xyz'; known: memory, dram_bandwidth, cores, "),
+        ("memory_on = [1]", "memory_no = [1]", "[host]: unknown key 'memory_no'; did you mean 'memory_on'?"),
+        ('latency = "1 us"', 'latancy = "1 us"', "[interconnect]: unknown key 'latancy'; did you mean 'latency'?"),
+        ("bandwidth_up", "bandwidth_pu", "[[gpus]] 2: unknown key 'bandwidth_pu'; did you mean 'bandwidth_up'?"),
+        (
+            'efficiency = [["1 MB"',
+            'eficiency = [["1 MB"',
+            "[[nvlinks]] 1: unknown key 'eficiency'; did you mean 'efficiency'?",
+        ),
         ("[[nvlinks]]", "[[nvlink]]", "unknown key 'nvlink'; did you mean 'nvlinks'?"),
         ('gpu_bandwidth = "0.25 GB/s"', "", "[emulation]: 'gpu_bandwidth' is missing"),
         ('bandwidth = "25 GB/s"', "", "[[gpus]] 2: 'bandwidth' is missing"),
@@ -107,6 +140,19 @@ def test_a_name_in_the_file_goes_before_the_files_name(path: Path) -> None:
         ("speed = 2", 'speed = "2"', "[[gpus]] 2: speed: '2' is not a number above 0"),
         ("speed = 2", "speed = inf", "[[gpus]] 2: speed: inf is not a number above 0"),
         ("speed = 2", "speed = nan", "[[gpus]] 2: speed: nan is not a number above 0"),
+        ("memory_on = [1]", "memory_on = 1", "[host]: memory_on: 1 is not a list of sockets; write for example [0, 1]"),
+        ("memory_on = [1]", "memory_on = [-1]", "[host]: memory_on: [-1] is not a list of sockets"),
+        ("memory_on = [1]", "memory_on = [2]", "machine small: host memory on sockets [2]; sockets are 0…1"),
+        ("socket = 1", "socket = -1", "[[gpus]] 2: socket: -1 is not a whole number of at least 0"),
+        (
+            'sharing = "priority"',
+            'sharing = "unfair"',
+            "sharing: 'unfair' is not a way to share links; known: fair, priority",
+        ),
+        ('["1 MiB", 1]', '["1 MiB", 1.5]', "[[gpus]] 2: efficiency: ['1 MiB', 1.5] is not a size and a share"),
+        ('["1 MiB", 1]', '"1 MiB"', "[[gpus]] 2: efficiency: '1 MiB' is not a size and a share"),
+        ('["1 MiB", 1]', '["1 Mio", 1]', "[[gpus]] 2: efficiency: '1 Mio' is not a size"),
+        ('[["1 MB", 0.5]]', "0.5", "[[nvlinks]] 1: efficiency: 0.5 is not a size and a share"),
         ("pace = 4", "pace = 0.5", "[emulation]: pace: 0.5 is not a number of at least 1"),
         ("p2p = false", 'p2p = "no"', "[[gpus]] 2: p2p: 'no' is not true or false"),
         ('name = "RTX"', "name = 3090", "[[gpus]] 2: name: 3090 is not text; put it in quotes"),
@@ -115,7 +161,7 @@ def test_a_name_in_the_file_goes_before_the_files_name(path: Path) -> None:
         ('switch = "0.3 GB/s"', 'switch = "3"', "[emulation]: links: switch: '3' is not a rate"),
         ('links = { switch = "0.3 GB/s" }', 'links = "fast"', "[emulation]: links: 'fast' is not a table"),
         ('link = "switch"', 'link = "swich"', "machine small: GPU 0 hangs off unknown link 'swich'"),
-        ("[host]", "[[host]]", "host: [{'memory': '64 GB', 'dram_bandwidth': '20 GB/s', 'cores': 4}] is not a table"),
+        ("[host]", "[[host]]", "host: [{'memory': '64 GB', 'dram_bandwidth': '20 GB/s', 'cores': 4, "),
         ("[host]", "[host", "it is not TOML: Expected ']'"),
     ],
 )
@@ -219,15 +265,26 @@ NAMES = st.text(st.characters(codec="utf-8"), max_size=8)
 
 
 @st.composite
+def efficiencies(draw: st.DrawFn) -> Efficiency:
+    """Up to three sizes, far enough from each other for the larger copy to take longer, whatever the shares."""
+    base, shares = draw(st.integers(1, 2**30)), draw(st.lists(st.floats(0.01, 1), max_size=3))
+    return tuple((base * 100**place, share) for place, share in enumerate(shares))
+
+
+@st.composite
 def machines(draw: st.DrawFn) -> Machine:
+    sockets = draw(st.integers(1, 3))
     names = draw(st.lists(NAMES.filter(lambda name: name != HOST), max_size=4, unique=True))
     links = tuple(
         Link(
             name=name,
             bandwidth=draw(RATES),
-            parent=draw(st.sampled_from([HOST, *names[:number]])),
+            parent=(parent := draw(st.sampled_from([HOST, *names[:number]]))),
+            socket=draw(st.integers(0, sockets - 1)) if parent == HOST else 0,
+            bandwidth_up=draw(st.none() | RATES),
             both_directions=draw(st.none() | RATES),
             latency_ns=draw(TIMES),
+            efficiency=draw(efficiencies()),
         )
         for number, name in enumerate(names)
     )
@@ -242,8 +299,10 @@ def machines(draw: st.DrawFn) -> Machine:
         speed=SPEEDS,
         p2p=st.booleans(),
         p2p_bandwidth=st.none() | RATES,
+        bandwidth_up=st.none() | RATES,
         both_directions=st.none() | RATES,
         copy_overhead_ns=TIMES,
+        efficiency=efficiencies(),
     )
     kinds = draw(st.lists(gpu, min_size=1, max_size=3))
     gpus = tuple(kind for kind in kinds for _ in range(draw(st.integers(1, 3))))
@@ -263,7 +322,13 @@ def machines(draw: st.DrawFn) -> Machine:
             dram_bandwidth=draw(RATES),
             cores=draw(st.integers(1, 1000)),
             speed=draw(SPEEDS),
+            sockets=sockets,
+            memory_on=tuple(draw(st.lists(st.integers(0, sockets - 1), unique=True))),
         ),
+        interconnect=draw(st.builds(Interconnect, bandwidth=RATES, both_directions=st.none() | RATES, latency_ns=TIMES))
+        if sockets > 1
+        else None,
+        sharing=draw(st.sampled_from(Sharing)),
         links=links,
         gpus=gpus,
         nvlinks=tuple(NvLink(gpus=pair, bandwidth=draw(RATES)) for pair in joined),

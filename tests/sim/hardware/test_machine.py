@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from sim.errors import MachineError
-from sim.hardware.machine import Emulation, Gpu, Host, Link, Machine, NvLink
+from sim.hardware.machine import Emulation, Gpu, Host, Interconnect, Link, Machine, NvLink
 
 GIB = 2**30
+JOINT = Interconnect(bandwidth=1e9)
 
 
 def make_gpu(**changes: Any) -> Gpu:
@@ -19,6 +20,10 @@ def make_gpu(**changes: Any) -> Gpu:
 def make_machine(**changes: Any) -> Machine:
     host = Host(memory_bytes=64 * GIB, dram_bandwidth=1e10, cores=4)
     return Machine(**{"name": "m", "host": host, "gpus": (make_gpu(), make_gpu()), **changes})
+
+
+def two_sockets(**changes: Any) -> Host:
+    return Host(memory_bytes=64 * GIB, dram_bandwidth=1e10, cores=4, sockets=2, **changes)
 
 
 def link(name: str, parent: str = "host") -> Link:
@@ -52,6 +57,38 @@ def test_a_machine_needs_no_link() -> None:
         (
             {"links": (link("up"),), "emulation": Emulation(pace=4, gpu_bandwidth=1e9, links={"down": 1e9})},
             r"a rate for each of its links, and no other; see \['down', 'up'\]",
+        ),
+        ({"host": two_sockets()}, r"it has 2 socket\(s\); several are joined by an \[interconnect\]"),
+        ({"interconnect": JOINT}, r"it has 1 socket\(s\); several are joined by an \[interconnect\], and only several"),
+        ({"gpus": (make_gpu(socket=1),)}, r"GPU 0 is on socket 1; sockets are 0…0"),
+        (
+            {"host": two_sockets(), "interconnect": JOINT, "links": (Link(name="a", bandwidth=1e9, socket=2),)},
+            r"link a is on socket 2; sockets are 0…1",
+        ),
+        (
+            {
+                "host": two_sockets(),
+                "interconnect": JOINT,
+                "links": (link("a"),),
+                "gpus": (make_gpu(link="a", socket=1),),
+            },
+            r"GPU 0 hangs off 'a' and says socket 1; only what hangs off the host may",
+        ),
+        (
+            {"host": two_sockets(memory_on=(0, 0)), "interconnect": JOINT},
+            r"host memory on sockets \[0, 0\]; sockets are 0…1, each named once",
+        ),
+        (
+            {"gpus": (make_gpu(efficiency=((8, 0.5), (8, 0.6))),)},
+            r"efficiency of GPU 0: sizes must grow from above 0; 8 B follows 8 B",
+        ),
+        (
+            {"links": (Link(name="a", bandwidth=1e9, efficiency=((0, 0.5),)),)},
+            r"efficiency of link a: sizes must grow from above 0; 0 B follows 0 B",
+        ),
+        (
+            {"nvlinks": (NvLink(gpus=(0, 1), bandwidth=1e9, efficiency=((8, 0.5), (10, 1.0))),)},
+            r"efficiency of NVLink \(0, 1\): a copy of 10 B would end before one of 8 B",
         ),
     ],
 )

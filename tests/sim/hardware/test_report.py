@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from sim.hardware.files import load_machine, shipped_machines
-from sim.hardware.machine import Emulation, Gpu, Host, Link, Machine
+from sim.hardware.machine import Emulation, Gpu, Host, Interconnect, Link, Machine, Sharing
 from sim.hardware.report import describe, machine_to_dict
 
 
@@ -58,6 +58,26 @@ def test_what_only_some_machines_have() -> None:
         "└── link up: 300.0 MB/s each way, latency 1.5 us",
         "    └── GPU 0: 500.0 MB/s each way",
         "emulated at pace 4, nominal rates: GPU 250.0 MB/s, up 150.0 MB/s",
+    ]
+
+
+def test_sockets_efficiency_and_priority() -> None:
+    machine = Machine(
+        name="two",
+        host=Host(memory_bytes=None, dram_bandwidth=1e9, cores=2, sockets=2),
+        interconnect=Interconnect(bandwidth=3e9, both_directions=5e9, latency_ns=700),
+        links=(Link(name="up", bandwidth=3e8, socket=1, efficiency=((2**16, 0.25), (2**20, 1.0))),),
+        gpus=(Gpu(name="G", memory_bytes=2**20, bandwidth=5e8, bandwidth_up=4e8, link="up"),),
+        sharing=Sharing.PRIORITY,
+    )
+    lines = [line.rstrip() for line in shown(machine).splitlines()]
+    assert lines[-6:] == [
+        "host: unlimited memory, DRAM 1.00 GB/s, 2 cores",
+        "└── link up: 300.0 MB/s each way; 25% at 64 KiB, 100% at 1 MiB; socket 1",
+        "    └── GPU 0: 500.0 MB/s down, 400.0 MB/s up",
+        "interconnect of the sockets: 3.00 GB/s each way, 5.00 GB/s both ways together, latency 0.7 us;",
+        "memory on sockets 0, 1",
+        "copies that computation waits for go first, copies out of GPUs last",
     ]
 
 

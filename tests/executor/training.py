@@ -1,0 +1,286 @@
+"""Training as schedules do it and as plain PyTorch does it, from the same weights on the same batches."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from executor.devices.facade import DeviceKind
+from executor.models.layers import decompose
+from executor.models.workloads import Workload, next_token_loss
+from executor.reference import plain_losses
+from executor.running.compute import layer_seed
+from executor.running.optimizer import OptimizerFactory
+from executor.running.run import run
+from sim.builders import build
+from sim.hardware.machine import Machine
+from sim.plan import HarmonyPlan, Pack, PagedPlan, Plan, Policy, Reduce, Residency, UpdateOn, Writeback, pieces, shares
+from sim.schedule import Interval, Schedule, TaskKind, TensorKind
+from sim.timelines.timeline import Timeline
+from tests.executor import made
+from tests.sim.closed_forms import Moved
+from traces.schema import Trace
+
+MINIBATCH = 8
+SEED = 3
+CLOSE = 1e-10
+
+
+class Shift(nn.Module):
+    """Adds a buffer that no forward changes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.linspace(-1, 1, width, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted: Tensor = x + self.shift
+        return shifted
+
+
+# ------------------------------------------------------------------------------------------------- what is trained
+
+
+def chain(*, frozen: bool = False) -> Workload:
+    """Eight layers, the loss included; with ``frozen`` the first and the fifth are not trained."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(6, 10),
+        Shift(10),
+        nn.Tanh(),
+        nn.Sequential(nn.LayerNorm(10), nn.Linear(10, 9)),
+        nn.Linear(9, 7, bias=False),
+        nn.ReLU(inplace=True),
+        nn.Linear(7, 5),
+    ).double()
+    for index in (0, 4) if frozen else ():
+        model[index].requires_grad_(False)
+    return Workload("chain", model, nn.functional.cross_entropy, made.vectors())
+
+
+def normalised_chain() -> Workload:
+    """Seven layers; two of them normalise over the microbatch and keep statistics, one with dropout beside it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(6, 10),
+        nn.Sequential(nn.BatchNorm1d(10), nn.Dropout(0.3)),
+        nn.Tanh(),
+        nn.Linear(10, 7),
+        nn.BatchNorm1d(7),
+        nn.Linear(7, 5),
+    ).double()
+    return Workload("normalised chain", model, nn.functional.cross_entropy, made.vectors())
+
+
+def tied_chain() -> Workload:
+    """Five layers of which the first and the third share their weight."""
+
+    def batch(samples: int, seed: int) -> tuple[Tensor, Tensor]:
+        inputs, _ = made.vectors(8)(samples, seed)
+        return inputs[:, :4], inputs[:, 4:]
+
+    return Workload("tied chain", made.tied(), made.mse, batch)
+
+
+def gpt2(dropout: float = 0.0) -> Workload:
+    """A GPT-2 of six layers, the loss included, whose head shares the embedding's weight."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=3,
+        n_embd=8,
+        n_head=2,
+        n_positions=6,
+        vocab_size=11,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+    def batch(samples: int, seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        text = torch.randint(11, (samples, 7), generator=generator)
+        return text[:, :-1], text[:, 1:]
+
+    return Workload("gpt2", GPT2LMHeadModel(config).double(), next_token_loss, batch)
+
+
+# --------------------------------------------------------------------------------------------------------- plans
+
+
+def harmony(
+    policy: Policy,
+    gpus: int,
+    sizes: tuple[int, int],
+    packs: tuple[tuple[Pack, ...], tuple[Pack, ...]],
+    **options: Any,
+) -> HarmonyPlan:
+    """A plan for minibatches of 8. ``sizes`` and ``packs`` are those of forward and backward."""
+    return HarmonyPlan(
+        policy=policy, minibatch=MINIBATCH, gpus=gpus, u_fwd=sizes[0], u_bwd=sizes[1],
+        packs_fwd=packs[0], packs_bwd=packs[1], **options,
+    )  # fmt: skip
+
+
+def dp_swap(gpus: int, u: int, **options: Any) -> PagedPlan:
+    """A plan for minibatches of 8."""
+    return PagedPlan(policy=Policy.DP_SWAP, minibatch=MINIBATCH, gpus=gpus, u_fwd=u, u_bwd=u, **options)
+
+
+def plans(packs: tuple[tuple[Pack, ...], tuple[Pack, ...]], gpus: int) -> list[Plan]:
+    """Every policy, with all of its options, for minibatches of 8 in microbatches of 3, or of 4 and 2."""
+    sizes_and_updates = list(product(((3, 3), (4, 2)), UpdateOn))
+    return [
+        *(
+            harmony(Policy.HARMONY_DP, gpus, sizes, packs, update=update, reduce=reduce)
+            for sizes, update in sizes_and_updates
+            for reduce in (Reduce if gpus > 1 else (Reduce.RING,))
+        ),
+        *(
+            harmony(Policy.HARMONY_PP, gpus, sizes, packs, update=update, slots=slots)
+            for sizes, update in sizes_and_updates
+            for slots in ((None, 1) if gpus > 1 else (None,))
+        ),
+        *(
+            dp_swap(gpus, 3, residency=residency, writeback=writeback)
+            for residency, writeback in product(Residency, Writeback)
+        ),
+    ]
+
+
+def name_of(plan: Plan) -> str:
+    """What tells one plan of a test from another."""
+    fields = ("policy", "gpus", "u_fwd", "u_bwd", "update", "reduce", "slots", "residency", "writeback")
+    values = [getattr(plan, name, None) for name in fields]
+    return "-".join(str(getattr(value, "value", value)) for value in values if value is not None)
+
+
+# ------------------------------------------------------------------------------------------------------- training
+
+
+def gradient_step(parameters: Any) -> Optimizer:
+    """Its first step subtracts the gradient; it keeps a tensor of state."""
+    return torch.optim.SGD(parameters, lr=1.0, momentum=0.9)
+
+
+def adam(parameters: Any) -> Optimizer:
+    """Keeps two tensors of state."""
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+class Trained(NamedTuple):
+    """What came of training: the loss of every step, and the model's parameters and buffers afterwards."""
+
+    losses: tuple[float, ...]
+    tensors: dict[str, Tensor]
+
+
+class Ran(NamedTuple):
+    """A schedule that ran, and what came of it."""
+
+    schedule: Schedule
+    trace: Trace
+    machine: Machine
+    trained: Trained
+    timeline: Timeline
+
+
+def train_plainly(
+    workload: Workload, steps: int = 1, *, optimizer: OptimizerFactory = gradient_step, minibatch: int = MINIBATCH
+) -> Trained:
+    """Plain PyTorch on whole minibatches. The workload itself stays as it is."""
+    own = copy.deepcopy(workload)
+    losses = plain_losses(own, minibatch, steps, optimizer=optimizer, seed=SEED)
+    return Trained(losses, own.model.state_dict())
+
+
+def train_in_pieces(workload: Workload, cut: Sequence[Sequence[Interval]], steps: int = 1) -> Trained:
+    """Plain PyTorch on microbatches, of each GPU in turn, layer by layer.
+
+    Random layers draw as they do in schedules. Module buffers are those that the first GPU leaves.
+    """
+    own = copy.deepcopy(workload)
+    model, optimizer = decompose(own.model, own.loss_fn), gradient_step(own.model.parameters())
+    losses = []
+    for step in range(steps):
+        inputs, labels = own.batch(MINIBATCH, SEED + step)
+        loss = 0.0
+        optimizer.zero_grad()
+        for gpu, own_pieces in enumerate(cut):
+            buffers = {name: buffer.clone() for name, buffer in own.model.named_buffers()}
+            for start, stop in own_pieces:
+                x = inputs[start:stop]
+                for index, layer in enumerate(model.layers):
+                    torch.manual_seed(layer_seed(SEED, step, index, start))
+                    x = layer.module(x, labels[start:stop]) if index == len(model) - 1 else layer.module(x)
+                part = x * (stop - start) / MINIBATCH
+                torch.autograd.backward(part)
+                loss += float(part.detach())
+            if gpu > 0:
+                own.model.load_state_dict(buffers, strict=False)
+        optimizer.step()
+        losses.append(loss)
+    return Trained(tuple(losses), own.model.state_dict())
+
+
+def cut_of(plan: Plan) -> list[list[Interval]]:
+    """The microbatches of each GPU; a pipeline's are all one GPU's."""
+    gpus = 1 if plan.policy is Policy.HARMONY_PP else plan.gpus
+    return [pieces(*share, plan.u_bwd) for share in shares(plan.minibatch, gpus)]
+
+
+def train(
+    workload: Workload,
+    plan: Plan,
+    *,
+    steps: int = 1,
+    warmup_steps: int = 0,
+    optimizer: OptimizerFactory = gradient_step,
+    state_tensors: int = 1,
+    device: DeviceKind = DeviceKind.EMULATED,
+) -> Ran:
+    """By the schedule of a plan, on a quick machine. The workload itself stays as it is."""
+    own = copy.deepcopy(workload)
+    machine = made.machine(plan.gpus)
+    trace = trace_of(own, state_tensors)
+    schedule = build(plan, trace, machine)
+    result = run(
+        schedule, own, machine, device=device, steps=steps, warmup_steps=warmup_steps, optimizer=optimizer, seed=SEED
+    )
+    return Ran(schedule, trace, machine, Trained(result.losses, own.model.state_dict()), result.timeline)
+
+
+def trace_of(workload: Workload, state_tensors: int = 1, **options: Any) -> Trace:
+    """See :func:`made.trace_of`."""
+    model = decompose(workload.model, workload.loss_fn)
+    return made.trace_of(model, lambda samples: workload.batch(samples, SEED), state_tensors=state_tensors, **options)
+
+
+def differences(found: Trained, expected: Trained) -> dict[str, float]:
+    """Where two trainings differ by more than 1e-10: names of tensors, or ``loss`` and its step, and by how much."""
+    assert found.tensors.keys() == expected.tensors.keys()
+    assert len(found.losses) == len(expected.losses)
+    pairs = {name: (found.tensors[name], tensor) for name, tensor in expected.tensors.items()}
+    for step, (loss, other) in enumerate(zip(found.losses, expected.losses, strict=True)):
+        pairs[f"loss {step}"] = (torch.tensor(loss), torch.tensor(other))
+    largest = {name: float((a - b).abs().max()) for name, (a, b) in pairs.items()}
+    return {name: difference for name, difference in largest.items() if not difference <= CLOSE}
+
+
+def moved_in(timeline: Timeline) -> Moved:
+    """The bytes that the copies of the last step moved, by kind of copy and kind of tensor."""
+    rows = timeline.frame[timeline.frame["step"] == timeline.info.steps - 1]
+    totals: Moved = {kind: Counter() for kind in TaskKind if kind.is_copy}
+    for kind, tensor_kind, size in zip(rows["kind"], rows["tensor_kind"], rows["bytes"], strict=True):
+        if TaskKind(kind).is_copy:
+            totals[TaskKind(kind)][TensorKind(tensor_kind)] += int(size)
+    return totals
