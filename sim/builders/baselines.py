@@ -11,28 +11,28 @@ All layers of a GPU are updated after all its backwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 from traces.costs import Costs
 
 from ..errors import DoesNotFit
 from ..hardware.machine import Machine
-from ..plan import PagedPlan, pieces, shares
-from ..schedule import MemoryPlan, Schedule, TaskKind
+from ..plan import Pack, PagedPlan, pieces, shares
+from ..schedule import Interval, MemoryPlan, Schedule, TaskKind
 from .draft import Draft, assign_lifetimes, finish
 from .memory import count_host, count_pages
 from .paged_tasks import PagedGpu, StoreOrder, play_together
 from .paging import Event, PagedStep, Pager, Tensor
 from .plain_steps import PlainSteps
-from .stages import Turn, cut_stages, turns
+from .stages import cut_stages, turns
 from .store_bytes import store_bytes
 
 
 def build_paged(plan: PagedPlan, costs: Costs, machine: Machine) -> Schedule:
     """The Schedule of a baseline.
 
-    Raises DoesNotFit if a step alone exceeds its GPU's memory, or if the host is too small for the state; PlanError for
-    a pipeline with fewer layers than GPUs.
+    Raises DoesNotFit if a step does not fit its GPU, alone or beside what waits to be sent, or if the host is too small
+    for the state; PlanError for a pipeline with fewer layers than GPUs.
     """
     caps = tuple(gpu.usable_bytes for gpu in machine.gpus)
     draft = Draft()
@@ -80,24 +80,25 @@ def build_paged(plan: PagedPlan, costs: Costs, machine: Machine) -> Schedule:
 def plain_steps(plan: PagedPlan, costs: Costs) -> Iterator[list[PagedStep]]:
     """All steps of each GPU, in its order."""
     if plan.policy.splits_minibatch:
-        layers = (0, costs.layer_count - 1)
+        whole = ((0, costs.layer_count - 1),)
         for share in shares(plan.minibatch, plan.gpus):
-            microbatches = pieces(*share, plan.u_fwd)
-            order = [(kind, at) for at in range(len(microbatches)) for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)]
-            yield _in_order(order, PlainSteps(costs, microbatches, layers, recompute=plan.recompute))
-        return
-    microbatches = pieces(0, plan.minibatch, plan.u_fwd)
-    for stage, layers in enumerate(cut_stages(costs, plan.gpus, min(plan.u_fwd, plan.minibatch))):
+            yield from _staged_steps(plan, costs, whole, share)
+    else:
+        stages = cut_stages(costs, plan.gpus, min(plan.u_fwd, plan.minibatch))
+        yield from _staged_steps(plan, costs, stages, (0, plan.minibatch))
+
+
+def _staged_steps(
+    plan: PagedPlan, costs: Costs, stages: Sequence[Pack], samples: Interval
+) -> Iterator[list[PagedStep]]:
+    """Of each stage: its turns, layer by layer, and then the updates."""
+    microbatches = pieces(*samples, plan.u_fwd)
+    for stage, layers in enumerate(stages):
         make = PlainSteps(costs, microbatches, layers, recompute=plan.recompute)
-        yield _in_order(turns(plan.policy, stage, plan.gpus, len(microbatches)), make)
-
-
-def _in_order(order: Iterable[Turn], make: PlainSteps) -> list[PagedStep]:
-    """The turns, layer by layer, and then the updates."""
-    steps = []
-    for kind, microbatch in order:
-        if kind is TaskKind.FORWARD:
-            steps += [make.forward(layer, microbatch) for layer in make.layers]
-        else:
-            steps += [make.backward(layer, microbatch) for layer in reversed(make.layers)]
-    return steps + [make.update(layer) for layer in make.updated]
+        steps = []
+        for kind, microbatch in turns(plan.policy, stage, len(stages), len(microbatches)):
+            if kind is TaskKind.FORWARD:
+                steps += [make.forward(layer, microbatch) for layer in make.layers]
+            else:
+                steps += [make.backward(layer, microbatch) for layer in reversed(make.layers)]
+        yield steps + [make.update(layer) for layer in make.updated]

@@ -51,6 +51,7 @@ class PagedGpu:
         store: StoreOrder,
         sent: dict[Event, tuple[PagedGpu, Tensor]],
     ) -> None:
+        pager.check(steps)
         self._draft, self._gpu, self._pager = draft, gpu, pager
         self._steps, self._store, self._sent = steps, store, sent
         self._played = 0
@@ -67,10 +68,16 @@ class PagedGpu:
         """Whether there is a next step, and all that it waits for has happened."""
         return not self.done and self.complete is None and happened.issuperset(self._steps[self._played].waits_for)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the next step fits beside what other GPUs have not taken yet."""
+        return self._pager.has_room(self._steps[self._played])
+
     def play(self, happened: set[Event]) -> PagedStep:
         """Add the next step, the copies before it and, unless it leaves a ``complete`` gradient, those after it.
 
-        With a complete gradient the caller reduces it over the GPUs, then calls :meth:`settle`.
+        With a complete gradient the caller reduces it over the GPUs, then calls :meth:`settle`. Raises DoesNotFit if it
+        has no room.
         """
         step = self._steps[self._played]
         following = self._following
@@ -206,15 +213,18 @@ class PagedGpu:
 def play_together(draft: Draft, gpus: Sequence[PagedGpu]) -> None:
     """Add the steps of all GPUs in one order: list scheduling with unit times, GPUs ascending.
 
-    What a step waits for of other GPUs must have happened in an earlier round. A GPU with a complete gradient waits
-    until all have theirs; then comes the all-reduce, and all go on together.
+    What a step waits for of other GPUs must have happened in an earlier round. A GPU without room for its next step,
+    as too much waits to be sent, lets the others go on; a step is refused if that does not help. A GPU with a complete
+    gradient waits until all have theirs; then comes the all-reduce, and all go on together.
     """
     happened: set[Event] = set()
     while not all(gpu.done for gpu in gpus):
-        causes: list[Event] = []
-        for gpu in [gpu for gpu in gpus if gpu.can_play(happened)]:
-            causes += gpu.play(happened).causes
-        happened.update(causes)
+        ready = [gpu for gpu in gpus if gpu.can_play(happened)]
+        assert ready, "every GPU waits for another one"
+        played = [gpu.play(happened) for gpu in ready if gpu.has_room]
+        if not played:
+            ready[0].play(happened)
+        happened.update(event for step in played for event in step.causes)
         gradients = [gpu.complete for gpu in gpus if gpu.complete is not None]
         if len(gradients) == len(gpus):
             if len(gpus) > 1:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from enum import Enum
+from itertools import pairwise
 from typing import Literal, NamedTuple, NoReturn
 
 import msgspec
@@ -73,7 +74,7 @@ class PagedStep(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     - ``dies``: never used again, so freed unwritten.
     - ``hands_on``: the next step takes it over; it stays even where everything else goes out.
     - ``goes_out``: the home copy is needed next, so it is evicted right after the step.
-    - ``stale``: other tensors whose copy on the GPU the step makes out of date.
+    - ``stale``: tensors whose home copy changes with it or later, so that the one here is out of date after it.
     - ``receives``: what another GPU sends for it. ``sends``: what stays here until its receiver takes it.
     - ``completes``: the gradient to which this step adds the last microbatch. GPUs that split the minibatch add theirs
       after it, before anything goes out.
@@ -151,6 +152,16 @@ class Pager:
         self._arrived: set[Tensor] = set()
         self._held = 0
 
+    def check(self, steps: Sequence[PagedStep]) -> None:
+        """Raises DoesNotFit if there are steps that do not fit alone, for the one that needs most."""
+        most = max(steps, key=_needed_bytes)
+        if _needed_bytes(most) > self._cap:
+            self._refuse(most, "touches and the workspace", _needed_bytes(most))
+
+    def has_room(self, step: PagedStep) -> bool:
+        """Whether the step fits beside what waits to be sent."""
+        return _needed_bytes(step) + _bytes(self._leaving) <= self._cap
+
     @property
     def looks_ahead(self) -> int:
         """How many following steps matter."""
@@ -169,49 +180,57 @@ class Pager:
     def make_ready(self, step: PagedStep, following: Sequence[PagedStep] = ()) -> list[Move]:
         """Bring in what the step touches and is not there, and evict until that and its workspace fit.
 
-        What was prefetched for later steps is evicted last. Raises DoesNotFit if the step does not fit alone, or not
-        beside what waits to be sent.
+        What was prefetched for later steps is evicted last. Raises DoesNotFit if the step has no room.
         """
-        self._check_fits(step)
-        ahead = _touched(following[: self._depth])
+        if not self.has_room(step):
+            waiting = _bytes(self._leaving)
+            what = f"touches, the workspace, and {waiting} B that wait to be sent to other GPUs"
+            self._refuse(step, what if waiting else "touches and the workspace", _needed_bytes(step) + waiting)
+        promised = _touched((step, *following[: self._depth]))
         moves: list[Move] = []
+
+        def make_room(size: int) -> None:
+            for kept in (promised, step.touches):
+                self._make_room(size, kept, moves)
+
         for tensor in step.touches:
             if tensor in self._resident:
                 self._resident.move_to_end(tensor)
                 continue
-            self._make_room(tensor.bytes, step, ahead, moves)
+            make_room(tensor.bytes)
             self._take(tensor, step, moves)
-        self._make_room(step.workspace_bytes, step, ahead, moves)
+        make_room(step.workspace_bytes)
         self._dirty.update(step.creates, step.changes)
         if step.sends is not None:
             self._leaving.add(step.sends)
         return moves
 
     def prefetch(self, step: PagedStep, following: Sequence[PagedStep], happened: Collection[Event]) -> list[Move]:
-        """Bring in what later steps touch while ``step`` runs, as far as that fits without evicting what it or they
-        touch.
+        """Bring in what later steps touch while ``step`` runs, without evicting what it or they touch.
 
-        It ends before a step that waits for what has not ``happened`` yet, and after one that makes copies out of date.
+        Only as far as that also fits beside all that the steps before need, so that none of them has to evict it again.
+        It ends before a step that waits for what has not ``happened`` yet, and after one that leaves tensors out of
+        date or must write them first.
         """
         ahead = following[: self._depth]
-        pinned = _touched((step, *ahead))
+        promised = _touched((step, *ahead))
         moves: list[Move] = []
-        made: set[Tensor] = set()
-        for later in ahead:
-            if any(event not in happened for event in later.waits_for):
+        together, workspace_bytes = {*step.touches, *self._leaving}, 0
+        for before, later in pairwise((step, *ahead)):
+            if before.stale or before.goes_out or any(event not in happened for event in later.waits_for):
                 break
-            made.update(later.creates)
+            workspace_bytes = max(workspace_bytes, before.workspace_bytes)
             for tensor in later.touches:
-                if tensor in self._resident or tensor in made:
+                if tensor in together or tensor in later.creates:
                     continue
-                while self._held + tensor.bytes + step.workspace_bytes > self._cap:
-                    victim = self._oldest(pinned)
-                    if victim is None:
+                together.add(tensor)
+                if _bytes(together) + workspace_bytes > self._cap:
+                    return moves
+                if tensor not in self._resident:
+                    if not self._make_room(tensor.bytes + step.workspace_bytes, promised, moves):
                         return moves
-                    self._evict(victim, moves)
-                self._take(tensor, later, moves)
-            if later.stale or later.goes_out:
-                break
+                    self._take(tensor, later, moves)
+            together.update(later.creates)
         return moves
 
     def settle(self, step: PagedStep, following: Sequence[PagedStep]) -> list[Move]:
@@ -242,28 +261,21 @@ class Pager:
         self._evict_all_but((), moves)
         return moves
 
-    def _check_fits(self, step: PagedStep) -> None:
-        needed = sum(tensor.bytes for tensor in step.touches) + step.workspace_bytes
-        if needed > self._cap:
-            self._refuse(step, "what its", "touches and the workspace", needed)
-
-    def _refuse(self, step: PagedStep, before: str, after: str, needed: int) -> NoReturn:
+    def _refuse(self, step: PagedStep, what: str, needed: int) -> NoReturn:
         batch = f" of {step.samples[1] - step.samples[0]} sample(s)" if step.samples else ""
-        what = f"{before} {step.kind.value}{batch} {after}"
-        raise DoesNotFit(self._gpu, (step.layer, step.layer), what, needed, self._cap)
+        whose = f"what its {step.kind.value}{batch} {what}"
+        raise DoesNotFit(self._gpu, (step.layer, step.layer), whose, needed, self._cap)
 
-    def _make_room(self, size: int, step: PagedStep, ahead: Collection[Tensor], moves: list[Move]) -> None:
+    def _make_room(self, size: int, kept: Collection[Tensor], moves: list[Move]) -> bool:
+        """Evict the least recently used, but for what is ``kept``, until so many bytes are free; or say that they are
+        not."""
         while self._held + size > self._cap:
-            victim = self._oldest({*step.touches, *ahead}) or self._oldest(step.touches)
+            evictable = (tensor for tensor in self._resident if not (tensor in kept or tensor in self._leaving))
+            victim = next(evictable, None)
             if victim is None:
-                waiting = sum(tensor.bytes for tensor in self._leaving)
-                after = f"touches, the workspace, and {waiting} B that wait to be sent to other GPUs"
-                self._refuse(step, "what its", after, self._held + size)
+                return False
             self._evict(victim, moves)
-
-    def _oldest(self, pinned: Collection[Tensor]) -> Tensor | None:
-        """The least recently used tensor that may be evicted."""
-        return next((tensor for tensor in self._resident if not (tensor in pinned or tensor in self._leaving)), None)
+        return True
 
     def _take(self, tensor: Tensor, step: PagedStep, moves: list[Move]) -> None:
         self._held += tensor.bytes
@@ -292,3 +304,12 @@ class Pager:
 
 def _touched(steps: Sequence[PagedStep]) -> set[Tensor]:
     return {tensor for step in steps for tensor in step.touches}
+
+
+def _bytes(tensors: Collection[Tensor]) -> int:
+    return sum(tensor.bytes for tensor in tensors)
+
+
+def _needed_bytes(step: PagedStep) -> int:
+    """What a step needs alone."""
+    return _bytes(step.touches) + step.workspace_bytes

@@ -36,10 +36,12 @@ class PlainSteps:
         self._owners, self._weight_homes = _tied_owners(costs), _weight_homes(costs)
         self._last_updates = _last_updates(costs)
         self._state: dict[Home, Tensor] = {}
-        self._inputs = [self._inputs_of(index) for index in range(len(microbatches))]
-        self._saved = [self._saved_of(index) for index in range(len(microbatches))]
-        self._input_gradients = [self._input_gradients_of(index) for index in range(len(microbatches))]
-        self._backwards = [0] * costs.layer_count
+        own, all_of_them = self.layers, range(len(microbatches))
+        around = range(own.start, own.stop + 1)
+        self._inputs = [{layer: self._input(layer, m) for layer in around} for m in all_of_them]
+        self._input_gradients = [{layer: self._input_gradient(layer, m) for layer in around} for m in all_of_them]
+        self._saved = [{layer: self._remainder(layer, m) for layer in own} for m in all_of_them]
+        self._backwards = dict.fromkeys(own, 0)
 
     @property
     def layers(self) -> range:
@@ -53,28 +55,26 @@ class PlainSteps:
 
     def forward(self, layer: int, microbatch: int) -> PagedStep:
         """From x(l) to x(l + 1). The last layer, the loss, reads the labels and hands them on to its backward."""
-        samples = self._microbatches[microbatch]
         x, following = self._inputs[microbatch][layer], self._inputs[microbatch][layer + 1]
         saved = self._saved[microbatch][layer]
         weight, buffer = self._weight(layer), self._buffer(layer)
         return PagedStep(
             kind=TaskKind.FORWARD,
             layer=layer,
-            samples=samples,
+            samples=self._microbatches[microbatch],
             microbatch=microbatch,
             touches=_sized(weight, buffer, x, following, saved),
             creates=_sized(following, saved) if layer < self._last else _sized(saved),
             changes=_sized(buffer) if self._costs.trace.layers[layer].changes_buffers else (),
             hands_on=_sized(following),
-            receives=x if self._is_passed(layer) and x.bytes else None,
-            sends=following if self._is_passed(layer + 1) and following.bytes else None,
-            workspace_bytes=self._costs.forward_workspace_bytes(layer, layer, samples[1] - samples[0]),
+            receives=_passed(x),
+            sends=_passed(following),
+            workspace_bytes=self._costs.forward_workspace_bytes(layer, layer, self._size(microbatch)),
         )
 
     def backward(self, layer: int, microbatch: int) -> PagedStep:
         """With recompute, the forward again from x(l); then from g(l + 1) to g(l), adding to the layer's gradient."""
-        samples = self._microbatches[microbatch]
-        u = samples[1] - samples[0]
+        u = self._size(microbatch)
         x, saved = self._inputs[microbatch][layer], self._saved[microbatch][layer]
         labels = (self._inputs[microbatch][layer + 1],) if layer == self._last else ()
         out, incoming = self._input_gradients[microbatch][layer], self._input_gradients[microbatch][layer + 1]
@@ -86,19 +86,19 @@ class PlainSteps:
         return PagedStep(
             kind=TaskKind.BACKWARD,
             layer=layer,
-            samples=samples,
+            samples=self._microbatches[microbatch],
             microbatch=microbatch,
-            touches=_sized(weight, self._buffer(layer), x, saved, *labels, gradient, incoming, out),
+            touches=_sized(weight, self._buffer(layer), x, *labels, saved, gradient, incoming, out),
             creates=_sized(gradient, out) if is_first else _sized(out),
             changes=() if is_first else _sized(gradient),
-            dies=_sized(x, saved, *labels, incoming),
+            dies=_sized(x, *labels, saved, incoming),
             hands_on=_sized(out),
             goes_out=_sized(gradient) if lends else (),
             stale=_sized(weight) if lends else (),
-            receives=incoming if self._is_passed(layer + 1) and incoming.bytes else None,
-            sends=out if self._is_passed(layer) and out.bytes else None,
+            receives=_passed(incoming),
+            sends=_passed(out),
             signals=(Event("gradient", layer),) if lends else (),
-            completes=gradient if is_last and gradient.bytes and self._has_all else None,
+            completes=gradient if is_last and gradient.bytes and self._has_whole_model else None,
             recompute=self._recompute,
             workspace_bytes=workspace if self._recompute else workspace - self._costs.saved_bytes(layer, layer, u),
         )
@@ -129,7 +129,7 @@ class PlainSteps:
         )
 
     @property
-    def _has_all(self) -> bool:
+    def _has_whole_model(self) -> bool:
         return self._first == 0 and self._end == self._last
 
     def _has(self, layer: int) -> bool:
@@ -157,57 +157,53 @@ class PlainSteps:
         size = self._costs.optimizer_state_bytes(layer, layer)
         return self._of_layer(Home(TensorKind.OPTIMIZER_STATE, layer), layer, size)
 
-    def _inputs_of(self, microbatch: int) -> dict[int, Tensor]:
-        """X of the GPU's layers, and past the last one, of a microbatch."""
-        samples = self._microbatches[microbatch]
-        u = samples[1] - samples[0]
-        tensors = {}
-        for layer in range(self._first, self._end + 2):
-            is_data = layer in (0, self._last + 1)
-            is_output = layer == self._end + 1 and not is_data
-            kind = TensorKind.DATA if is_data else TensorKind.ACTIVATION if is_output else TensorKind.STASH
-            size = self._costs.label_bytes(u) if layer > self._last else self._costs.input_bytes(layer, u)
-            home = Home(kind, layer, samples) if is_data else None
-            tensors[layer] = Tensor(
-                kind=kind,
-                layer=layer,
-                bytes=size,
-                home=home,
-                passage=Event("x", layer, microbatch) if self._is_passed(layer) else None,
-                samples=samples,
-                microbatch=microbatch,
-            )
-        return tensors
+    def _input(self, layer: int, microbatch: int) -> Tensor:
+        """x(layer) of a microbatch: what the next GPU takes is of no more use here."""
+        u = self._size(microbatch)
+        if layer > self._last:
+            return self._of_microbatch(TensorKind.DATA, layer, self._costs.label_bytes(u), microbatch)
+        is_output = layer > self._end
+        kind = TensorKind.DATA if layer == 0 else TensorKind.ACTIVATION if is_output else TensorKind.STASH
+        passage = Event("x", layer, microbatch)
+        return self._of_microbatch(kind, layer, self._costs.input_bytes(layer, u), microbatch, passage)
 
-    def _saved_of(self, microbatch: int) -> dict[int, Tensor]:
-        """S of the GPU's layers; of no bytes with recompute. Only the last layer's holds its output, the loss."""
-        samples = self._microbatches[microbatch]
-        u = samples[1] - samples[0]
-        tensors = {}
-        for layer in range(self._first, self._end + 1):
-            output = self._costs.output_bytes(layer, u) if layer < self._last else 0
-            size = 0 if self._recompute else self._costs.saved_bytes(layer, layer, u) - output
-            tensors[layer] = Tensor(
-                kind=TensorKind.STASH, layer=layer, bytes=size, is_saved=True, samples=samples, microbatch=microbatch
-            )
-        return tensors
+    def _input_gradient(self, layer: int, microbatch: int) -> Tensor:
+        """g(layer) of a microbatch. Nobody needs g(0), and nothing comes in to the loss: they have no bytes."""
+        size = self._costs.input_gradient_bytes(layer, self._size(microbatch)) if 0 < layer <= self._last else 0
+        passage = Event("g", layer, microbatch)
+        return self._of_microbatch(TensorKind.ACTIVATION_GRADIENT, layer, size, microbatch, passage)
 
-    def _input_gradients_of(self, microbatch: int) -> dict[int, Tensor]:
-        """G of the GPU's layers, and past the last one, of a microbatch. Nobody needs g(0), and nothing comes in to the
-        loss: they have no bytes."""
+    def _remainder(self, layer: int, microbatch: int) -> Tensor:
+        """s(layer) of a microbatch; of no bytes with recompute."""
+        size = 0 if self._recompute else self._costs.remainder_bytes(layer, self._size(microbatch))
+        return self._of_microbatch(TensorKind.STASH, layer, size, microbatch, is_saved=True)
+
+    def _size(self, microbatch: int) -> int:
+        start, stop = self._microbatches[microbatch]
+        return stop - start
+
+    def _of_microbatch(
+        self,
+        kind: TensorKind,
+        layer: int,
+        size: int,
+        microbatch: int,
+        passage: Event | None = None,
+        *,
+        is_saved: bool = False,
+    ) -> Tensor:
+        """Only data have a place in the store; only what is passed keeps its ``passage``."""
         samples = self._microbatches[microbatch]
-        u = samples[1] - samples[0]
-        return {
-            layer: Tensor(
-                kind=TensorKind.ACTIVATION_GRADIENT,
-                layer=layer,
-                bytes=self._costs.input_gradient_bytes(layer, u) if 0 < layer <= self._last else 0,
-                passage=Event("g", layer, microbatch) if self._is_passed(layer) else None,
-                samples=samples,
-                microbatch=microbatch,
-            )
-            for layer in range(self._first, self._end + 2)
-        }
+        return Tensor(
+            kind=kind,
+            layer=layer,
+            bytes=size,
+            home=Home(kind, layer, samples) if kind is TensorKind.DATA else None,
+            is_saved=is_saved,
+            passage=passage if self._is_passed(layer) else None,
+            samples=samples,
+            microbatch=microbatch,
+        )
 
     def _of_layer(self, home: Home, layer: int, size: int) -> Tensor:
         """A layer's weights, say: one tensor, however often it is asked for."""
@@ -221,10 +217,15 @@ def _sized(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple([tensor for tensor in tensors if tensor.bytes])
 
 
+def _passed(tensor: Tensor) -> Tensor | None:
+    return tensor if tensor.passage and tensor.bytes else None
+
+
 def _tied_owners(costs: Costs) -> list[frozenset[int]]:
-    """For each layer the owners of the tied weights that it uses."""
+    """For each layer the owners of the trained tied weights that it uses."""
     groups = costs.trace.tied_groups
-    return [frozenset(groups[tied.group][0] for tied in layer.tied) for layer in costs.trace.layers]
+    owners = [frozenset(groups[tied.group][0] for tied in layer.tied) for layer in costs.trace.layers]
+    return [frozenset(filter(costs.updates, each)) for each in owners]
 
 
 def _weight_homes(costs: Costs) -> list[int]:

@@ -1,4 +1,4 @@
-"""Which layers each GPU of a plain pipeline has, and in which order it works on microbatches."""
+"""Which layers each GPU of a plain schedule has, and in which order it works on microbatches."""
 
 from __future__ import annotations
 
@@ -48,19 +48,17 @@ def cut_stages(costs: Costs, gpus: int, u: int) -> tuple[Pack, ...]:
 def turns(policy: Policy, stage: int, stages: int, microbatches: int) -> Iterator[Turn]:
     """What a stage does, in order.
 
-    GPipe goes forward with all microbatches, then backward in reverse order. 1F1B goes forward with as many as there
-    are stages after it, then one forward and one backward in turn, then backward with what is left.
+    GPipe goes forward with all microbatches, then backward in reverse order. The others go forward with as many as
+    there are stages after it, none if it is the whole model; then one forward and one backward in turn; then backward
+    with what is left.
     """
-    match policy:
-        case Policy.GPIPE_SWAP:
-            yield from ((TaskKind.FORWARD, m) for m in range(microbatches))
-            yield from ((TaskKind.BACKWARD, m) for m in reversed(range(microbatches)))
-        case Policy.ONE_F_ONE_B_SWAP:
-            ahead = min(stages - 1 - stage, microbatches)
-            yield from ((TaskKind.FORWARD, m) for m in range(ahead))
-            for m in range(ahead, microbatches):
-                yield TaskKind.FORWARD, m
-                yield TaskKind.BACKWARD, m - ahead
-            yield from ((TaskKind.BACKWARD, m) for m in range(microbatches - ahead, microbatches))
-        case _:
-            raise ValueError(f"{policy.value} is not a pipeline")
+    if policy is Policy.GPIPE_SWAP:
+        yield from ((TaskKind.FORWARD, m) for m in range(microbatches))
+        yield from ((TaskKind.BACKWARD, m) for m in reversed(range(microbatches)))
+        return
+    ahead = min(stages - 1 - stage, microbatches)
+    yield from ((TaskKind.FORWARD, m) for m in range(ahead))
+    for m in range(ahead, microbatches):
+        yield TaskKind.FORWARD, m
+        yield TaskKind.BACKWARD, m - ahead
+    yield from ((TaskKind.BACKWARD, m) for m in range(microbatches - ahead, microbatches))

@@ -36,7 +36,8 @@ class Durations(Protocol):
 class CostDurations:
     """Durations from a trace: its times over the device's speed.
 
-    A backward repeats the forward first, unless it says otherwise. A reduction reads the gradient of each of ``replicas`` GPUs and writes one.
+    A backward repeats the forward first, unless it says otherwise. A reduction reads the gradient of each of
+    ``replicas`` GPUs and writes one.
     """
 
     def __init__(self, costs: Costs, machine: Machine, replicas: int) -> None:

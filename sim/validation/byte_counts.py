@@ -47,8 +47,7 @@ def _tensor_bytes(kind: TensorKind, tensor: Buffer | Task, costs: Costs) -> int 
         case TensorKind.OPTIMIZER_STATE:
             return costs.optimizer_state_bytes(first, last)
         case TensorKind.STASH if tensor.is_saved:
-            output = costs.output_bytes(first, u) if u and first < costs.layer_count - 1 else 0
-            return costs.saved_bytes(first, first, u) - output if u else 0
+            return costs.remainder_bytes(first, u) if u else 0
         case TensorKind.STASH | TensorKind.ACTIVATION | TensorKind.DATA:
             if not u:
                 return 0
