@@ -25,8 +25,8 @@ class FabricClock:
         routes = [self._route(transfer) for transfer in transfers]
         for at, (transfer, route) in enumerate(zip(transfers, routes, strict=True)):
             fluid.start(route.delay_ns, at, route.loads, transfer.bytes, route.cap_for(transfer.bytes))
-        while (upcoming := fluid.next_finish()) is not None:
-            fluid.advance(upcoming[0])
+        while (upcoming := fluid.next_end()) < math.inf:
+            fluid.advance(upcoming)
         return math.ceil(max(fluid.finished.values()))
 
     def _route(self, transfer: Transfer) -> Route:
