@@ -114,6 +114,12 @@ class TestMeasuredMachine:
         true = machine(gpu(10e9, link="uplink"), links=(Link(name="uplink", bandwidth=64e9),))
         assert measured_machine(true, FabricClock(true)).links[0].bandwidth == 64e9
 
+    def test_what_was_said_of_sizes_and_of_one_direction_gives_way_to_what_was_measured(self):
+        said = {"efficiency": ((10**6, 0.5),), "bandwidth_up": 2e9}
+        true = machine(gpu(10e9, link="uplink"), links=(Link(name="uplink", bandwidth=12e9),))
+        known = machine(gpu(10e9, link="uplink", **said), links=(Link(name="uplink", bandwidth=12e9, **said),))
+        assert measured_machine(known, FabricClock(true)) == measured_machine(true, FabricClock(true))
+
     def test_finds_both_levels_of_a_tree(self):
         links = (
             Link(name="root", bandwidth=15e9),
