@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.tables import Table, signed_percent
-from sim.timelines.compare import Comparison
+from sim.timelines.compare import Comparison, Pair
 from sim.timelines.metrics import swap_in_bytes, swap_out_bytes
 from sim.timelines.timeline import Timeline
 from sim.units import format_bytes, format_seconds
@@ -75,9 +75,9 @@ class DemoReport:
 
         outcomes = (self.harmony, self.dp_swap)
         names = [outcome.predicted.info.plan.policy.value for outcome in outcomes]
-        columns = ["", *(f"{name}{column}" for name in names for column in (" predicted", " measured", " error"))]
-        rows = [[label, *self._cells(value, show)] for label, value, show in _ROWS]
-        table = Table(f"Training {self.harmony.predicted.info.model}", tuple(columns), tuple(map(tuple, rows)))
+        rows = tuple(row for name, outcome in zip(names, outcomes, strict=True) for row in _rows(name, outcome))
+        columns = ("schedule", "of one step", "predicted", "measured", "error")
+        table = Table(f"Training {self.harmony.predicted.info.model}", columns, rows, words=2)
         speedup_error = self.speedup_predicted / self.speedup_measured - 1
         gpus = len(self.harmony.predicted.info.gpu_cap_bytes)
         differences = [f"{name} {o.loss_max_abs_diff:.1e}" for name, o in zip(names, outcomes, strict=True)]
@@ -91,11 +91,12 @@ class DemoReport:
             f"Took {format_seconds(self.seconds)}. Schedules, timelines, pictures and traces are in {self.output}.",
         )
 
-    def _cells(self, value: Callable[[Timeline], float], show: Callable[[float], str]) -> Iterator[str]:
-        """A figure of both schedules: predicted, measured, and the prediction's error."""
-        for outcome in (self.harmony, self.dp_swap):
-            predicted, measured = value(outcome.predicted), value(outcome.measured)
-            yield from (show(predicted), show(measured), signed_percent(predicted / measured - 1 if measured else None))
+
+def _rows(name: str, outcome: Outcome) -> Iterator[tuple[str, ...]]:
+    """Figures of one schedule: predicted, measured, and the prediction's error."""
+    for label, value, show in _FIGURES:
+        pair = Pair(value(outcome.predicted), value(outcome.measured))
+        yield name, label, show(pair.predicted), show(pair.measured), signed_percent(pair.error)
 
 
 def _swapped(timeline: Timeline) -> float:
@@ -110,9 +111,9 @@ def _peak(timeline: Timeline) -> float:
     return float(max(timeline.summary()["observed_peak_memory_bytes"]))
 
 
-_ROWS: tuple[tuple[str, Callable[[Timeline], float], Callable[[float], str]], ...] = (
-    ("step time", lambda timeline: timeline.step_time_ns / 1e9, format_seconds),
+_FIGURES: tuple[tuple[str, Callable[[Timeline], float], Callable[[float], str]], ...] = (
+    ("time", lambda timeline: timeline.step_time_ns / 1e9, format_seconds),
     ("throughput, samples/s", _throughput, lambda value: f"{value:.2f}"),
-    ("swapped per step", _swapped, format_bytes),
+    ("swapped", _swapped, format_bytes),
     ("peak memory of a GPU", _peak, format_bytes),
 )

@@ -80,7 +80,7 @@ LaneKey = tuple[int | None, Lane]
 """A lane of one GPU, or of the host (None)."""
 
 
-class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """A piece of GPU memory (or, ``gpu`` None, of dynamic host memory) that holds one tensor for part of the step.
 
     ``offset`` is its place in the GPU's arena; None: the buffer is counted, not placed (paged plans, host).
@@ -99,7 +99,7 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     offset: int | None = None
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """One entry of the total order.
 
     ``gpu`` None is the host (updates, reductions) or, for an all-reduce, all GPUs. A P2P copy is one task on the

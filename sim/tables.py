@@ -55,7 +55,9 @@ def signed_percent(error: float | None) -> str:
     """A relative error as ``+3.1 %``; ``exact`` if there is none, a dash where there is nothing to relate it to."""
     if error is None:
         return MISSING
-    return f"{error:+.1%}".replace("%", " %") if error else "exact"
+    if not error:
+        return "exact"
+    return f"{error:+.1%}".replace("%", " %") if abs(error) >= 0.0005 else "< 0.1 %"
 
 
 def device_name(gpu: int | None) -> str:

@@ -121,8 +121,7 @@ class SharedLinks:
             due = self._due_ns(transit, share, now)
             if due <= now:
                 return
-            next_end = self._fluid.next_finish()
-            self._clock.wait(self._changed, min(due, next_end[0] if next_end else due) - now)
+            self._clock.wait(self._changed, min(due, self._fluid.next_end()) - now)
         raise Aborted
 
     def _end(self, transit: Transit) -> None:

@@ -45,7 +45,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     A storage counts once, however many views it has, until its last holder (a tensor, or autograd) lets go; which
     thread lets go does not matter. What existed before (parameters, inputs, an arena) never counts, nor does writing
     into it: a storage that an operator receives before any operator returned it came from outside. Scratch memory
-    inside a single operator is not seen. Backward counts as well, as autograd runs it in the calling thread on the CPU.
+    inside a single operator is not seen. Backward counts as well: autograd runs it in the calling thread on the CPU,
+    and takes the mode along to its own threads elsewhere.
     """
 
     def __init__(self) -> None:

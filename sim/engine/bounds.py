@@ -35,9 +35,9 @@ def resource_ns(schedule: Schedule, demands: Demands) -> dict[str, int]:
     """For each resource of the fabric, how long it needs at full capacity for all bytes that must pass it (ns)."""
     load = [0.0] * len(demands.fabric.resources)
     for task in schedule.tasks:
-        for flow in demands.of(task).flows:
-            for resource, times in flow.route.loads:
-                load[resource] += times * flow.bytes
+        for route, size in demands.of(task).flows:
+            for resource, times in route.loads:
+                load[resource] += times * size
     return {
         resource.name: floor_ns(size / resource.capacity)
         for resource, size in zip(demands.fabric.resources, load, strict=True)

@@ -117,7 +117,7 @@ class Demands:
     def __init__(self, machine: Machine, durations: Durations, gpus: int) -> None:
         self.fabric, self.sharing = Fabric(machine), machine.sharing
         self._durations = durations
-        self._ring = self.fabric.ring(gpus)
+        self._ring, self._memory = self.fabric.ring(gpus), self.fabric.host_memory()
         self._routes: dict[tuple[TaskKind, int | None, int | None], Route] = {}
 
     def of(self, task: Task) -> Demand:
@@ -132,7 +132,7 @@ class Demands:
                 delay_ns = max((edge.delay_ns for edge in self._ring), default=0)
                 return Demand(delay_ns, tuple(Flow(edge, task.bytes / len(self._ring)) for edge in self._ring))
             case TaskKind.REDUCE:
-                return Demand(0, (Flow(self.fabric.host_memory(), self._durations.reduce_bytes(task)),))
+                return Demand(0, (Flow(self._memory, self._durations.reduce_bytes(task)),))
 
     def uncontended_ns(self, task: Task) -> int:
         """The least time in which this task can end: as if its flows were alone, rounded down."""

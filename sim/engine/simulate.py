@@ -104,7 +104,7 @@ class _Run:
         self._memory = DeviceMemory(schedule)
         self._awaited = [len(before) for before in self._predecessors]
         self._successors = _successors(schedule)
-        self._gates: list[simpy.Event | None] = [None] * len(self._tasks)
+        self._gates: dict[int, simpy.Event] = {}  # of tasks that a lane stands before
         self._starts = [0] * len(self._tasks)
         self._ends: list[int | None] = [None] * len(self._tasks)
         self._left = len(self._tasks)
@@ -151,8 +151,8 @@ class _Run:
     def _release(self, number: int) -> None:
         for successor in self._successors[number]:
             self._awaited[successor] -= 1
-            if not self._awaited[successor] and (gate := self._gates[successor]) is not None:
-                gate.succeed()
+            if not self._awaited[successor] and successor in self._gates:
+                self._gates.pop(successor).succeed()
         self._left -= 1
         if not self._left:
             self._all_ended.succeed()
@@ -180,18 +180,19 @@ def _successors(schedule: Schedule) -> list[list[int]]:
 
 
 class _Links:
-    """The fabric in simulated time: a timer is always set for the next end of a flow."""
+    """The fabric in simulated time: a timer always rings at the next end of a flow, or before, and is then set anew."""
 
     def __init__(self, env: simpy.Environment, fluid: Fluid) -> None:
         self._env, self._fluid = env, fluid
-        self._under_way: dict[int, list[simpy.Event]] = {}  # by task: the names of its flows, their ends
-        self._timer = 0  # number of the timer that counts; earlier ones were set before rates changed
+        self._tasks: dict[simpy.Event, int] = {}  # of the flows under way, which are named by the event of their end
+        self._rings = math.inf  # when the next timer rings that counts; others were set before rates changed
 
     def send(self, task: int, flows: Sequence[Flow], rank: int) -> simpy.Event:
         """Start a task's flows; the event comes when all of them have ended."""
-        events = self._under_way[task] = []
+        events = []
         for route, size in flows:
             event = self._env.event()
+            self._tasks[event] = task
             self._fluid.start(self._env.now, event, route.loads, size, route.cap_for(size), rank)
             events.append(event)
         self._settle()
@@ -199,25 +200,26 @@ class _Links:
 
     def rerank(self, task: int, rank: int) -> None:
         """Give the flows of a task, if they are under way, another rank."""
-        if task in self._under_way:
-            for event in self._under_way[task]:
-                self._fluid.rerank(self._env.now, event, rank)
-            self._settle()
+        for event in [event for event, its in self._tasks.items() if its == task]:
+            self._fluid.rerank(self._env.now, event, rank)
+        self._settle()
 
     def _settle(self) -> None:
         """Report flows that have ended, and set the timer for the next."""
         finished = self._fluid.finished
         for event in finished:
             assert isinstance(event, simpy.Event)
+            del self._tasks[event]
             event.succeed()
         finished.clear()
-        self._timer += 1
-        following = self._fluid.next_finish()
-        if following is not None:
-            timer = self._env.timeout(max(0, whole_ns(following[0]) - self._env.now), self._timer)
+        next_end = self._fluid.next_end()
+        if next_end < self._rings and (rings := whole_ns(next_end)) < self._rings:
+            self._rings = rings
+            timer = self._env.timeout(max(0, rings - self._env.now), rings)
             timer.callbacks.append(self._on_timer)
 
     def _on_timer(self, timer: simpy.Event) -> None:
-        if timer.value == self._timer:
+        if timer.value == self._rings:
+            self._rings = math.inf
             self._fluid.advance(self._env.now)
             self._settle()

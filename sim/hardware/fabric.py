@@ -48,11 +48,12 @@ class Resource:
 
 @dataclass(frozen=True)
 class Route:
-    """What one copy takes: its load on resources (indices), a cap of its own in bytes/s, and the time before its first
-    byte (latencies along the way and the GPU's overhead for starting a copy). ``slow_starts`` are the bandwidths and
-    efficiencies along the way that depend on the copy's size."""
+    """What one copy takes: its load on resources (indices), the bytes/s that those give to a copy that is alone, a cap
+    of its own in bytes/s, and the time before its first byte (latencies along the way and the GPU's overhead for
+    starting a copy). ``slow_starts`` are bandwidths along the way with what a copy reaches of them by its size."""
 
     loads: Loads
+    alone: float = math.inf
     cap: float = math.inf
     delay_ns: int = 0
     slow_starts: tuple[tuple[float, Efficiency], ...] = ()
@@ -134,7 +135,7 @@ class Fabric:
             raise MachineError(f"machine {self._machine.name}: a copy from GPU {source} to itself needs no route")
         sender, receiver = self._machine.gpus[source], self._machine.gpus[target]
         if (source, target) in self._nvlinks:
-            return _route([self._nvlinks[source, target]], delay_ns=sender.copy_overhead_ns)
+            return self._route([self._nvlinks[source, target]], delay_ns=sender.copy_overhead_ns)
         up, down = self._way(source), self._way(target)
         if sender.p2p and receiver.p2p:
             up, down = [link for link in up if link not in down], [link for link in down if link not in up]
@@ -144,7 +145,7 @@ class Fabric:
         else:
             between = [self._memory(_Direction.UP, source), self._memory(_Direction.DOWN, target)]
             delay_ns = sender.copy_overhead_ns + receiver.copy_overhead_ns
-        return _route(
+        return self._route(
             [self._along(_Direction.UP, up, source), *between, self._along(_Direction.DOWN, down, target)],
             cap=min(gpu.p2p_bandwidth or math.inf for gpu in (sender, receiver)),
             delay_ns=delay_ns,
@@ -162,11 +163,11 @@ class Fabric:
 
     def host_memory(self) -> Route:
         """Reading and writing host memory, without a copy to a GPU."""
-        return Route(((self._dram, 1.0),))
+        return self._route([_Stretch([(self._dram, 1.0)])])
 
     def uncontended_rate(self, route: Route, bytes: float = math.inf) -> float:
         """Bytes/s of a copy of this size (without one: a very large one) that is alone."""
-        return min([route.cap_for(bytes), *(self.capacities[resource] / times for resource, times in route.loads)])
+        return min(route.alone, route.cap_for(bytes))
 
     def uncontended_ns(self, route: Route, bytes: float) -> int:
         """How long a copy takes that is alone, its delay included (ns)."""
@@ -186,7 +187,7 @@ class Fabric:
 
     def _swap(self, gpu: int, direction: _Direction) -> Route:
         stretches = [self._along(direction, self._way(gpu), gpu), self._memory(direction, gpu)]
-        return _route(stretches, delay_ns=self._machine.gpus[gpu].copy_overhead_ns)
+        return self._route(stretches, delay_ns=self._machine.gpus[gpu].copy_overhead_ns)
 
     def _way(self, gpu: int) -> list[Link]:
         """Links between a GPU's own and the host, the GPU's side first."""
@@ -222,6 +223,20 @@ class Fabric:
         latency_ns = joint.latency_ns if joint is not None and crossings else 0
         return _Stretch([(resource, share) for pair in crossings for resource in self._crossings[pair]], latency_ns)
 
+    def _route(self, stretches: Sequence[_Stretch], *, delay_ns: int = 0, cap: float = math.inf) -> Route:
+        """One stretch after the other."""
+        loads: dict[int, float] = {}
+        for stretch in stretches:
+            for resource, times in stretch.loads:
+                loads[resource] = loads.get(resource, 0.0) + times
+        return Route(
+            tuple(sorted(loads.items())),
+            min(self.capacities[resource] / times for resource, times in loads.items()),
+            cap,
+            delay_ns + sum(stretch.latency_ns for stretch in stretches),
+            tuple(slow for stretch in stretches for slow in stretch.slow_starts),
+        )
+
 
 class _Stretch(NamedTuple):
     """A part of a copy's way."""
@@ -229,20 +244,6 @@ class _Stretch(NamedTuple):
     loads: list[tuple[int, float]]
     latency_ns: int = 0
     slow_starts: Sequence[tuple[float, Efficiency]] = ()
-
-
-def _route(stretches: Sequence[_Stretch], *, delay_ns: int, cap: float = math.inf) -> Route:
-    """One stretch after the other."""
-    loads: dict[int, float] = {}
-    for stretch in stretches:
-        for resource, times in stretch.loads:
-            loads[resource] = loads.get(resource, 0.0) + times
-    return Route(
-        tuple(sorted(loads.items())),
-        cap,
-        delay_ns + sum(stretch.latency_ns for stretch in stretches),
-        tuple(slow for stretch in stretches for slow in stretch.slow_starts),
-    )
 
 
 def _gpu_name(gpu: int) -> str:

@@ -11,7 +11,7 @@
     [[nvlinks]]     gpus = [0, 1], bandwidth (each direction), efficiency
     [emulation]     pace = 4.0, gpu_bandwidth, p2p_bandwidth, and [emulation.links] with a rate for each link
 
-What the keys mean is said in :mod:`sim.machine`. A file without ``name`` is called as its file is.
+What the keys mean is said in :mod:`sim.hardware.machine`. A file without ``name`` is called as its file is.
 """
 
 from __future__ import annotations

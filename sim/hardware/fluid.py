@@ -18,7 +18,6 @@ Times are float nanoseconds inside. :func:`whole_ns` gives the integer that a cl
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -128,11 +127,11 @@ class Fluid:
         self._capacities = tuple(capacity / NS_PER_S for capacity in capacities)
         self._now = 0.0
         self._flows: dict[Hashable, _Flow] = {}
-        self._counts: Counter[int] = Counter()  # flows in flight of each class
+        self._counts: dict[int, int] = {}  # flows in flight of each class
         self._stale = False  # flows came or went since the rates were set
         self._next_end = math.inf
         self._classes: list[FlowClass] = []
-        self._class_of: dict[FlowClass, int] = {}
+        self._class_of: dict[tuple[Loads, float, int], int] = {}
         self._known_rates: dict[frozenset[tuple[int, int]], dict[int, float]] = {}
 
     def __len__(self) -> int:
@@ -151,41 +150,37 @@ class Fluid:
             raise ValueError(f"flow {flow!r} is in flight already")
         if not 0 <= bytes < math.inf:
             raise ValueError(f"flow {flow!r} has {bytes} bytes to send")
-        kind = self._class(FlowClass(loads, cap / NS_PER_S, rank))
+        kind = self._class(loads, cap / NS_PER_S, rank)
         self.advance(now_ns)
         if bytes == 0:
             self.finished[flow] = self._now
             return
         self._flows[flow] = _Flow(kind, bytes, self._now)
-        self._counts[kind] += 1
-        self._stale = True
+        self._count(kind, 1)
 
     def rerank(self, now_ns: float, flow: Hashable, rank: int) -> None:
         """Give ``flow`` another rank from now on; nothing happens if it is not in flight (any more)."""
         self.advance(now_ns)
         state = self._flows.get(flow)
         if state is not None:
-            self._discount(state.kind)
-            state.kind = self._class(self._classes[state.kind]._replace(rank=rank))
-            self._counts[state.kind] += 1
-            self._stale = True
+            self._count(state.kind, -1)
+            loads, cap, _ = self._classes[state.kind]
+            state.kind = self._class(loads, cap, rank)
+            self._count(state.kind, 1)
 
     def advance(self, now_ns: float) -> None:
         """Let time pass until ``now_ns``; flows that end by then move to ``finished``, in the order of their ends."""
-        self._set_rates()
-        while self._next_end <= now_ns + _SLACK_NS:
+        while self.next_end() <= now_ns + _SLACK_NS:
             self._now = max(self._now, self._next_end)
             self._end_flows()
-            self._set_rates()
-        self._now = max(self._now, now_ns)
+        if now_ns > self._now:
+            self._now = now_ns
 
-    def next_finish(self) -> tuple[float, Hashable] | None:
-        """When the next flow ends (ns) if none starts before, and which: of several, the first started. None: idle."""
-        if not self._flows:
-            return None
-        self._set_rates()
-        latest = self._next_end + _SLACK_NS
-        return self._next_end, next(name for name, flow in self._flows.items() if flow.ends_ns <= latest)
+    def next_end(self) -> float:
+        """When the next flow ends (ns) if none starts before; infinity if nothing is in flight."""
+        if self._stale:
+            self._set_rates()
+        return self._next_end
 
     def progress(self, flow: Hashable) -> float:
         """Bytes that ``flow`` has sent, as of the latest time. Raises KeyError if it is not in flight (any more)."""
@@ -194,50 +189,56 @@ class Fluid:
 
     def rates(self) -> dict[Hashable, float]:
         """Present rate of every flow in flight, bytes/s."""
-        self._set_rates()
+        if self._stale:
+            self._set_rates()
         return {name: flow.rate * NS_PER_S for name, flow in self._flows.items()}
 
-    def _class(self, flow_class: FlowClass) -> int:
-        """Index of this class."""
-        kind = self._class_of.get(flow_class)
+    def _class(self, loads: Loads, cap: float, rank: int) -> int:
+        """Index of the class of such flows; ``cap`` in bytes/ns."""
+        kind = self._class_of.get((loads, cap, rank))
         if kind is None:
-            loads, cap, _ = flow_class
             if not cap > 0:
                 raise ValueError(f"a flow's cap must be positive, got {cap}")
             if len({resource for resource, _ in loads}) < len(loads) or not all(times > 0 for _, times in loads):
                 raise ValueError(f"loads must name each resource once, more than 0 times each; got {loads}")
             if math.isinf(cap) and all(math.isinf(self._capacities[resource]) for resource, _ in loads):
                 raise ValueError(f"nothing limits a flow over {loads}: give it a cap or a resource")
-            kind = self._class_of[flow_class] = len(self._classes)
-            self._classes.append(flow_class)
+            kind = self._class_of[loads, cap, rank] = len(self._classes)
+            self._classes.append(FlowClass(loads, cap, rank))
         return kind
+
+    def _count(self, kind: int, change: int) -> None:
+        """One flow more or less of this class."""
+        self._counts[kind] = self._counts.get(kind, 0) + change
+        if not self._counts[kind]:
+            del self._counts[kind]
+        self._stale = True
 
     def _set_rates(self) -> None:
         """Bring rates and ends up to date. A flow whose rate stays keeps its end, to the last bit."""
-        if not self._stale:
-            return
         self._stale = False
+        rates, now, next_end = self._rates(), self._now, math.inf
+        for flow in self._flows.values():
+            rate = rates[flow.kind]
+            if rate != flow.rate:
+                flow.change_rate(rate, now)
+            if flow.ends_ns < next_end:
+                next_end = flow.ends_ns
+        self._next_end = next_end
+
+    def _rates(self) -> dict[int, float]:
+        """Rate of each class in flight (bytes/ns)."""
         key = frozenset(self._counts.items())
         rates = self._known_rates.get(key)
         if rates is None:
             if len(self._known_rates) >= _REMEMBERED:
                 self._known_rates.clear()
             rates = self._known_rates[key] = max_min_rates(self._capacities, self._classes, self._counts)
-        for flow in self._flows.values():
-            if flow.rate != (rate := rates[flow.kind]):
-                flow.change_rate(rate, self._now)
-        self._next_end = min([flow.ends_ns for flow in self._flows.values()], default=math.inf)
+        return rates
 
     def _end_flows(self) -> None:
         """Move the flows that end now to ``finished``."""
         latest = self._now + _SLACK_NS
         for name in [name for name, flow in self._flows.items() if flow.ends_ns <= latest]:
-            self._discount(self._flows.pop(name).kind)
+            self._count(self._flows.pop(name).kind, -1)
             self.finished[name] = self._now
-        self._stale = True
-
-    def _discount(self, kind: int) -> None:
-        """One flow less of this class."""
-        self._counts[kind] -= 1
-        if not self._counts[kind]:
-            del self._counts[kind]

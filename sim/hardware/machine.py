@@ -35,7 +35,8 @@ class Sharing(Enum):
     """How copies at the same time share links.
 
     ``FAIR``: max-min fairly. ``PRIORITY``: copies that a GPU's standing compute lane waits for before all others, and
-    copies out of GPUs after all others; max-min fairly among each of these.
+    copies out of GPUs after all others; max-min fairly among each of these. This is for the simulator: what runs on
+    GPUs, emulated or real, shares as their links do.
     """
 
     FAIR = "fair"
@@ -149,7 +150,7 @@ class Emulation(_Value, frozen=True):
 
 
 class Machine(_Value, frozen=True):
-    """A server. Build one with :func:`sim.machine_files.load_machine` or directly."""
+    """A server. Build one with :func:`sim.hardware.files.load_machine` or directly."""
 
     name: str
     host: Host

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from traces.schema import Trace
 
 MINIBATCH = 8
 SEED = 3
+Make = Callable[[], Workload]
 CLOSE = 1e-10
 
 
@@ -157,6 +159,10 @@ def plans(packs: tuple[tuple[Pack, ...], tuple[Pack, ...]], gpus: int) -> list[P
     ]
 
 
+CHAIN_PACKS = ((0, 1), (2, 3), (4, 4)), ((0, 2), (3, 4), (5, 7))
+GPT2_PACKS = ((0, 0), (1, 2)), ((0, 1), (2, 2), (3, 5))
+
+
 def name_of(plan: Plan) -> str:
     """What tells one plan of a test from another."""
     fields = ("policy", "gpus", "u_fwd", "u_bwd", "update", "reduce", "slots", "residency", "writeback")
@@ -257,6 +263,18 @@ def train(
         schedule, own, machine, device=device, steps=steps, warmup_steps=warmup_steps, optimizer=optimizer, seed=SEED
     )
     return Ran(schedule, trace, machine, Trained(result.losses, own.model.state_dict()), result.timeline)
+
+
+@cache
+def one_step(make: Make, plan: Plan, device: DeviceKind = DeviceKind.EMULATED) -> Ran:
+    """A step that subtracts the gradient."""
+    return train(make(), plan, device=device)
+
+
+@cache
+def plainly(make: Make, steps: int = 1, optimizer: OptimizerFactory = gradient_step) -> Trained:
+    """See :func:`train_plainly`."""
+    return train_plainly(make(), steps, optimizer=optimizer)
 
 
 def trace_of(workload: Workload, state_tensors: int = 1, **options: Any) -> Trace:

@@ -37,7 +37,8 @@ def test_html_is_escaped_and_aligned() -> None:
 
 
 def test_percentages_are_signed() -> None:
-    assert [signed_percent(x) for x in (0.031, -0.5, 0.0, None)] == ["+3.1 %", "-50.0 %", "exact", "-"]
+    written = [signed_percent(error) for error in (0.031, -0.5, 0.0, -0.0001, None)]
+    assert written == ["+3.1 %", "-50.0 %", "exact", "< 0.1 %", "-"]
 
 
 def test_device_names() -> None:

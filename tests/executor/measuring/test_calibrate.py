@@ -25,8 +25,8 @@ class FabricClock:
         routes = [self._route(transfer) for transfer in transfers]
         for at, (transfer, route) in enumerate(zip(transfers, routes, strict=True)):
             fluid.start(route.delay_ns, at, route.loads, transfer.bytes, route.cap_for(transfer.bytes))
-        while (upcoming := fluid.next_finish()) is not None:
-            fluid.advance(upcoming[0])
+        while (upcoming := fluid.next_end()) < math.inf:
+            fluid.advance(upcoming)
         return math.ceil(max(fluid.finished.values()))
 
     def _route(self, transfer: Transfer) -> Route:
@@ -113,6 +113,12 @@ class TestMeasuredMachine:
     def test_a_link_that_nothing_fills_keeps_the_rate_it_is_said_to_have(self):
         true = machine(gpu(10e9, link="uplink"), links=(Link(name="uplink", bandwidth=64e9),))
         assert measured_machine(true, FabricClock(true)).links[0].bandwidth == 64e9
+
+    def test_what_was_said_of_sizes_and_of_one_direction_gives_way_to_what_was_measured(self):
+        said = {"efficiency": ((10**6, 0.5),), "bandwidth_up": 2e9}
+        true = machine(gpu(10e9, link="uplink"), links=(Link(name="uplink", bandwidth=12e9),))
+        known = machine(gpu(10e9, link="uplink", **said), links=(Link(name="uplink", bandwidth=12e9, **said),))
+        assert measured_machine(known, FabricClock(true)) == measured_machine(true, FabricClock(true))
 
     def test_finds_both_levels_of_a_tree(self):
         links = (

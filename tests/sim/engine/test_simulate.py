@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from sim.engine.bounds import bound_ns
 from sim.engine.durations import Demands
 from sim.engine.simulate import run_step, simulate
 from sim.errors import DoesNotFit, PlanError, ScheduleError, Stalled
@@ -322,3 +323,12 @@ def test_sharing_only_delays_and_keeps_every_order(case: tuple[Schedule, list[in
     assert all(shared >= free for shared, free in zip(step.end_ns, alone.end_ns, strict=True))
     for task, before in enumerate(schedule.predecessors):
         assert step.start_ns[task] == max((step.end_ns[other] for other in before), default=0)
+
+
+def test_small_copies_take_what_their_size_reaches() -> None:
+    hand = Hand()
+    for size in (100, 1000):
+        hand.task(TaskKind.SWAP_IN, bytes=size)
+    slow_start = machine(efficiency=((100, 0.25), (1000, 0.5)))
+    assert spans(hand.schedule(), slow_start) == [(0, 400), (400, 2400)]
+    assert bound_ns(hand.schedule(), Demands(slow_start, Given(), 1)) == 2400

@@ -288,6 +288,16 @@ class TestTimes:
         flows.advance(FOREVER)
         assert flows.finished == pytest.approx({("out", 0): 1000, **{("in", gpu): 4000 for gpu in range(4)}})
 
+    def test_cards_of_the_fourth_generation_both_ways_and_through_the_host(self) -> None:
+        """Measured: 35 GB/s both ways together (in 11, out 24), 20 to 26 between cards without P2P access."""
+        fabric = Fabric(load_machine("4x4090"))
+        flows = fabric.fluid()
+        flows.start(0, "in", fabric.swap_in(0).loads, 1)
+        assert flows.rates() == {"in": 25 * GB_S}
+        flows.start(0, "out", fabric.swap_out(0).loads, 1)
+        assert flows.rates() == {"in": 17.5 * GB_S, "out": 17.5 * GB_S}
+        assert fabric.uncontended_rate(fabric.p2p(0, 1)) == 25 * GB_S
+
     def test_the_two_halves_of_a_server_do_not_share_an_uplink(self) -> None:
         fabric = Fabric(load_machine("8x1080ti-2switch"))
         flows = fabric.fluid()
