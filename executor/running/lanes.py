@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
@@ -98,6 +99,8 @@ class LaneRunner:
             for thread in started:
                 thread.join()
         if step.failure is not None:
+            with suppress(RuntimeError):  # a broken device says so once more
+                self._devices.finish()
             raise step.failure
         self._devices.finish()
         return step.walked

@@ -18,6 +18,7 @@ Times are float nanoseconds inside. :func:`whole_ns` gives the integer that a cl
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from ..units import NS_PER_S
 _SAME_LEVEL = 1.0 + 1e-12  # what fills up at levels this close fills up together
 _NO_ROOM = 1e-12  # of a capacity: less than that is rounding
 _SLACK_NS = 1e-3  # flows that end this close end together: far below a tick, above the rounding of hours
+_COUNT_BITS = 32  # more flows of one class than that can count fit into no memory
 _REMEMBERED = 1 << 16  # sets of flows in flight whose rates are kept
 
 
@@ -108,7 +110,8 @@ class _Flow:
         return self.left - self.rate * (now_ns - self.since_ns)
 
     def change_rate(self, rate: float, now_ns: float) -> None:
-        self.left, self.since_ns, self.rate = self.left_at(now_ns), now_ns, rate
+        self.left -= self.rate * (now_ns - self.since_ns)
+        self.since_ns, self.rate = now_ns, rate
         self.ends_ns = now_ns + self.left / rate if rate else math.inf
 
 
@@ -127,12 +130,12 @@ class Fluid:
         self._capacities = tuple(capacity / NS_PER_S for capacity in capacities)
         self._now = 0.0
         self._flows: dict[Hashable, _Flow] = {}
-        self._counts: dict[int, int] = {}  # flows in flight of each class
+        self._mix = 0  # how many flows of each class are in flight, in so many bits for each
         self._stale = False  # flows came or went since the rates were set
         self._next_end = math.inf
         self._classes: list[FlowClass] = []
         self._class_of: dict[tuple[Loads, float, int], int] = {}
-        self._known_rates: dict[frozenset[tuple[int, int]], dict[int, float]] = {}
+        self._known_rates: dict[int, dict[int, float]] = {}  # by mix
 
     def __len__(self) -> int:
         """Flows in flight."""
@@ -209,9 +212,7 @@ class Fluid:
 
     def _count(self, kind: int, change: int) -> None:
         """One flow more or less of this class."""
-        self._counts[kind] = self._counts.get(kind, 0) + change
-        if not self._counts[kind]:
-            del self._counts[kind]
+        self._mix += change << (_COUNT_BITS * kind)
         self._stale = True
 
     def _set_rates(self) -> None:
@@ -228,12 +229,12 @@ class Fluid:
 
     def _rates(self) -> dict[int, float]:
         """Rate of each class in flight (bytes/ns)."""
-        key = frozenset(self._counts.items())
-        rates = self._known_rates.get(key)
+        rates = self._known_rates.get(self._mix)
         if rates is None:
             if len(self._known_rates) >= _REMEMBERED:
                 self._known_rates.clear()
-            rates = self._known_rates[key] = max_min_rates(self._capacities, self._classes, self._counts)
+            counts = Counter(flow.kind for flow in self._flows.values())
+            rates = self._known_rates[self._mix] = max_min_rates(self._capacities, self._classes, counts)
         return rates
 
     def _end_flows(self) -> None:

@@ -120,14 +120,12 @@ def described(fabric: Fabric, copies: list[Copy]) -> dict[str, Any]:
 
 
 def simgrid_python() -> str | None:
-    """A Python that can import SimGrid."""
-    for python in (sys.executable, "/usr/bin/python3"):
-        if (
-            Path(python).exists()
-            and not subprocess.run([python, "-c", "import simgrid"], capture_output=True).returncode
-        ):
-            return python
-    return None
+    """A Python that can import the SimGrid that the child is written for (3.x)."""
+    probe = ["-c", "from simgrid import NetZone; NetZone.create_full_zone"]
+    pythons = [python for python in (sys.executable, "/usr/bin/python3") if Path(python).exists()]
+    return next(
+        (python for python in pythons if not subprocess.run([python, *probe], capture_output=True).returncode), None
+    )
 
 
 def simgrid_ends(python: str, cases: list[dict[str, Any]]) -> list[list[float]]:
