@@ -143,6 +143,11 @@ class PagedPlan(_PlanBase, frozen=True, tag_field="family", tag="paged"):
 Plan = HarmonyPlan | PagedPlan
 
 
+def fields_of(policy: Policy) -> tuple[str, ...]:
+    """Names of the fields that plans of this policy have."""
+    return (PagedPlan if policy.is_paged else HarmonyPlan).__struct_fields__
+
+
 def _check_minibatch(plan: _PlanBase, policy: Policy) -> None:
     if policy.splits_minibatch and plan.minibatch < plan.gpus:
         raise PlanError(
