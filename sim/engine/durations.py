@@ -112,16 +112,23 @@ class Demand(NamedTuple):
 
 
 class Demands:
-    """What each task of a schedule takes on a machine."""
+    """What each task of one schedule takes on a machine; worked out once."""
 
     def __init__(self, machine: Machine, durations: Durations, gpus: int) -> None:
         self.fabric, self.sharing = Fabric(machine), machine.sharing
         self._durations = durations
         self._ring, self._memory = self.fabric.ring(gpus), self.fabric.host_memory()
         self._routes: dict[tuple[TaskKind, int | None, int | None], Route] = {}
+        self._known: dict[int, Demand] = {}
 
     def of(self, task: Task) -> Demand:
         """What this task takes."""
+        demand = self._known.get(task.id)
+        if demand is None:
+            demand = self._known[task.id] = self._work_out(task)
+        return demand
+
+    def _work_out(self, task: Task) -> Demand:
         match task.kind:
             case TaskKind.FORWARD | TaskKind.BACKWARD | TaskKind.UPDATE:
                 return Demand(self._durations.compute_ns(task), ())

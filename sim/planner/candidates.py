@@ -1,13 +1,13 @@
-"""Candidates of a search: all plans of a space, handed out in the order of their bounds."""
+"""Candidates of a search: all plans of a space, by number, each with a bound and a guess of what it takes."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import count as counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import product
-from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from traces.costs import Costs
 from traces.errors import TraceError
@@ -18,47 +18,29 @@ from .estimates import Estimator
 from .group_work import Batches
 from .space import Space
 
+Times = NDArray[np.float64]
+"""Times (ns) of all candidates, by number."""
+
 
 @dataclass(frozen=True)
-class Candidate:
-    """A plan and what it takes at least (ns). ``open_slots``: where the plan does not fit, it may with fewer slots."""
+class Candidates:
+    """The candidates of one policy. None takes less than its ``bounds_ns``; ``hints_ns`` say roughly what they take,
+    ``expected_ns`` (slower) better.
 
-    plan: Plan
-    bound_ns: float
+    ``open_slots``: where a plan does not fit, it may with fewer slots. ``notes``: what to say about the selection.
+    """
+
+    bounds_ns: Times = field(default_factory=lambda: np.zeros(0))
+    hints_ns: Times = field(default_factory=lambda: np.zeros(0))
+    plan: Callable[[int], Plan] = [].__getitem__
+    expected_ns: Callable[[int], float] = [].__getitem__
     open_slots: bool = False
-
-
-class Source(Protocol):
-    """Some candidates, of which only the least bound is known so far."""
+    notes: tuple[str, ...] = ()
 
     @property
-    def bound_ns(self) -> float:
-        """None of them takes less."""
-
-    def split(self) -> Iterable[Source | Candidate]:
-        """The same candidates, some of them looked at more closely."""
-
-
-@dataclass
-class Candidates:
-    """The candidates of one policy: how many, where they come from, and what is to be said about the selection."""
-
-    count: int
-    sources: list[Source | Candidate]
-    notes: list[str]
-
-    def by_bound(self) -> Iterator[Candidate]:
-        """All of them, least bound first; among equals, in the order in which they were found."""
-        number = counter()
-        queue = [(each.bound_ns, next(number), each) for each in self.sources]
-        heapq.heapify(queue)
-        while queue:
-            _, _, first = heapq.heappop(queue)
-            if isinstance(first, Candidate):
-                yield first
-                continue
-            for each in first.split():
-                heapq.heappush(queue, (each.bound_ns, next(number), each))
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.bounds_ns)
 
 
 class Sizes:
@@ -113,17 +95,6 @@ class Sizes:
         ]
 
 
-def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Maximal runs of consecutive numbers, as first and last."""
-    runs: list[tuple[int, int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1] = runs[-1][0], number
-        else:
-            runs.append((number, number))
-    return runs
-
-
 def paged_candidates(minibatch: int, gpus: int, costs: Costs, space: Space, estimator: Estimator) -> Candidates:
     """All ``dp-swap`` plans of a space. Raises TraceError as :meth:`Sizes.of`, or for lack of update times."""
     costs.update_ns(0, costs.layer_count - 1, Phase.UPDATE_GPU)
@@ -143,4 +114,5 @@ def paged_candidates(minibatch: int, gpus: int, costs: Costs, space: Space, esti
         )
         for u, residency, writeback in product(sizes.of(Phase.BACKWARD, wanted), space.residency, space.writeback)
     ]
-    return Candidates(len(plans), [Candidate(plan, estimator.lower_bound_ns(plan)) for plan in plans], sizes.notes())
+    bounds = np.array([estimator.lower_bound_ns(plan) for plan in plans], dtype=np.float64)
+    return Candidates(bounds, bounds, plans.__getitem__, bounds.__getitem__, notes=tuple(sizes.notes()))

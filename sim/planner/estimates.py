@@ -43,7 +43,7 @@ class Estimator:
         """No schedule of this plan takes less (ns). Raises TraceError where the trace does not cover the plan."""
         match plan:
             case HarmonyPlan():
-                jobs = self._maker.jobs(plan)
+                jobs = list(self._maker.jobs(plan))
                 times, finish = _earliest(jobs)
                 _add_rests(jobs, times)
                 spills = plan.slots is not None

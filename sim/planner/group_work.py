@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from traces.costs import Costs
@@ -25,8 +26,9 @@ Size = Callable[[int], int]
 
 @dataclass(slots=True)
 class Work:
-    """A group. Before its first microbatch starts, ``in_first_ns`` of the GPU's swap-in lane are over, before its last
-    one ``in_ns``; ``out_ns`` leave from the end of its first microbatch on.
+    """A group. Before its first microbatch starts, ``in_first_ns`` of the GPU's swap-in lane are over (``state_ns`` for
+    weights and buffers), before its last one ``in_ns``; ``out_ns`` leave from the end of its first microbatch on.
+    ``held_bytes`` (with ``state_bytes`` of weights and buffers) are what it cannot do without while it computes.
 
     A *hop* lies between the end of a microbatch in the group before and the start of the same samples here: of the
     first samples, and of the last. Bytes come in from the host, go out to it, and cross from GPU ``source`` (None:
@@ -37,9 +39,12 @@ class Work:
     compute_ns: float
     first_ns: float
     last_ns: float
+    state_ns: float
     in_first_ns: float
     in_ns: float
     in_bytes: int
+    state_bytes: int
+    held_bytes: int
     out_ns: float = 0.0
     out_bytes: int = 0
     hop_first_ns: float = 0.0
@@ -111,8 +116,8 @@ class JobMaker:
         self._costs, self._machine, self._ways = costs, machine, ways
         self._made: dict[tuple[object, ...], _Maker] = {}
 
-    def jobs(self, plan: HarmonyPlan) -> list[Job]:
-        """The jobs of a plan: forward packs first to last, then backward packs last to first.
+    def jobs(self, plan: HarmonyPlan) -> Iterator[Job]:
+        """The jobs of a plan, as they are asked for: forward packs first to last, then backward packs last to first.
 
         Raises TraceError where the trace lacks an update's time or does not cover a microbatch.
         """
@@ -135,22 +140,32 @@ class _Maker:
             self._samples = [stop - start for start, stop in shares(plan.minibatch, plan.gpus)]
         else:
             self._samples = [plan.minibatch] * plan.gpus
-        self._jobs: dict[_Place, Job] = {}
-        self._leaving: dict[tuple[int, int, int], tuple[float, int]] = {}
+        self._jobs: dict[tuple[_Place, tuple[int, ...]], Job] = {}
 
-    def jobs(self, plan: HarmonyPlan) -> list[Job]:
+    def jobs(self, plan: HarmonyPlan) -> Iterator[Job]:
         """As :meth:`JobMaker.jobs`."""
         stashed = frozenset(first for first, _ in plan.packs_bwd[1:-1])
         fused_first = plan.packs_bwd[-1][0]
-        jobs = []
         for place in self._places(plan):
-            job = self._jobs.get(place)
-            if job is None:
-                job = self._jobs[place] = self._job(place)
+            leaving: tuple[int, ...] = ()
             if not place.backward:
-                job = self._with_outputs(job, place, stashed, place.pack[1] + 1 == fused_first, plan)
-            jobs.append(job)
-        return jobs
+                recut = place.pack[1] + 1 == fused_first and plan.u_fwd != plan.u_bwd
+                leaving = self._leaving(place.pack, stashed, by_host=self._parallel or recut)
+            key = place, leaving
+            job = self._jobs.get(key)
+            if job is None:
+                job = self._jobs[key] = self._job(place, leaving)
+            yield job
+
+    def _leaving(self, pack: Pack, stashed: frozenset[int], *, by_host: bool) -> tuple[int, ...]:
+        """Layers whose input a forward pack sends to the host for certain: as stash, or to the next pack ``by_host``.
+
+        A boundary that a receiver has no slot for goes through the host, and is a stash there already.
+        """
+        sent_and_stashed = not by_host and self._never_spills
+        first, last = pack
+        layers = [layer for layer in range(first + 1, last + 1 + sent_and_stashed) if layer in stashed]
+        return (*layers, last + 1) if by_host else tuple(layers)
 
     def _places(self, plan: HarmonyPlan) -> Iterator[_Place]:
         forward = [(False, index, pack) for index, pack in enumerate(plan.packs_fwd)]
@@ -165,14 +180,14 @@ class _Maker:
             yield _Place(is_backward, fused, pack, u, gpu, owner, self._parallel or recut, u_before, gpu_before)
             u_before, gpu_before = u, gpu
 
-    def _job(self, place: _Place) -> Job:
+    def _job(self, place: _Place, leaving: tuple[int, ...]) -> Job:
         gpus = range(len(self._samples)) if place.gpu is None else (place.gpu,)
-        job = Job([self._work(place, gpu) for gpu in gpus])
+        job = Job([self._work(place, gpu, leaving) for gpu in gpus])
         if place.backward:
             self._add_update(job, place)
         return job
 
-    def _work(self, place: _Place, gpu: int) -> Work:
+    def _work(self, place: _Place, gpu: int, leaving: tuple[int, ...]) -> Work:
         costs, into = self._costs, self._ways.into[gpu]
         first, last = place.pack
         batches = Batches.of(self._samples[gpu], place.u)
@@ -194,15 +209,32 @@ class _Maker:
             compute_ns=batches.total(compute_ns),
             first_ns=compute_ns(batches.first),
             last_ns=compute_ns(batches.last),
+            state_ns=state_ns,
             in_first_ns=state_ns + sum(into.ns(size(batches.first)) for size in come),
             in_ns=state_ns + batches.total(lambda u: sum(into.ns(size(u)) for size in come)),
             in_bytes=sum(state) + sum(map(batches.total_bytes, come)),
+            state_bytes=sum(state),
+            held_bytes=sum(state) + self._working_bytes(place, batches.first),
         )
+        outs: list[Size] = [partial(costs.input_bytes, layer) for layer in leaving]
         if self._parallel and place.backward and first > 0:
-            work.out_ns, work.out_bytes = self._leave(gpu, batches, lambda u: costs.input_gradient_bytes(first, u))
+            outs.append(partial(costs.input_gradient_bytes, first))
+        out = self._ways.out[gpu]
+        work.out_ns = batches.total(lambda u: sum(out.ns(size(u)) for size in outs))
+        work.out_bytes = sum(map(batches.total_bytes, outs))
         if not is_first:
             self._add_hop(work, place, boundary, batches)
         return work
+
+    def _working_bytes(self, place: _Place, u: int) -> int:
+        """What one microbatch needs besides weights and buffers."""
+        costs, (first, last) = self._costs, place.pack
+        if not place.backward:
+            outside = costs.input_bytes(first, u) + costs.output_bytes(last, u)
+            return outside + costs.forward_workspace_bytes(first, last, u)
+        outside = sum(size(u) for size in (self._boundary(place), *self._home_inputs(place)))
+        outside += costs.input_gradient_bytes(first, u) if first else 0
+        return outside + costs.gradient_bytes(first, last) + costs.backward_workspace_bytes(first, last, u)
 
     def _boundary(self, place: _Place) -> Size:
         """What a group takes from the group before: x(first), or in backward (but for the fused pack) g(last + 1)."""
@@ -216,33 +248,6 @@ class _Maker:
         if not place.backward:
             return []
         return [self._costs.label_bytes if place.fused else lambda u: self._costs.input_bytes(place.pack[0], u)]
-
-    def _leave(self, gpu: int, batches: Batches, size: Size) -> tuple[float, int]:
-        out = self._ways.out[gpu]
-        return batches.total(lambda u: out.ns(size(u))), batches.total_bytes(size)
-
-    def _with_outputs(self, job: Job, place: _Place, stashed: frozenset[int], is_last: bool, plan: HarmonyPlan) -> Job:
-        """A forward job with what leaves it for the host for certain: boundary tensors in data parallel, stash."""
-        first, last = place.pack
-        by_host = self._parallel or (is_last and plan.u_fwd != plan.u_bwd)
-        # A boundary that a receiver has no slot for goes through the host, and is a stash there already.
-        sent_and_stashed = not by_host and self._never_spills
-        layers = [layer for layer in range(first + 1, last + 1 + sent_and_stashed) if layer in stashed]
-        layers += [last + 1] if by_host else []
-        if not layers:
-            return job
-        works = []
-        for work in job.works:
-            left = [self._leaving_input(layer, place.u, work.gpu) for layer in layers]
-            works.append(replace(work, out_ns=sum(ns for ns, _ in left), out_bytes=sum(size for _, size in left)))
-        return replace(job, works=works)
-
-    def _leaving_input(self, layer: int, u: int, gpu: int) -> tuple[float, int]:
-        key = layer, u, gpu
-        if key not in self._leaving:
-            batches = Batches.of(self._samples[gpu], u)
-            self._leaving[key] = self._leave(gpu, batches, lambda v: self._costs.input_bytes(layer, v))
-        return self._leaving[key]
 
     def _add_hop(self, work: Work, place: _Place, boundary: Size, batches: Batches) -> None:
         """Of two ways that the tensor may go, the shorter one."""

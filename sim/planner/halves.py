@@ -66,16 +66,6 @@ class Halves:
         """The forward half of a plan whose backward is one pack."""
         return np.zeros(self._gpus + 5)
 
-    def least_forward(self, stop: int, u: int) -> Busy:
-        """What every forward half of the layers before ``stop`` (1 or more) has in common, whatever its packs."""
-        work = [batches.total(lambda v: self._costs.forward_ns(0, stop - 1, v)) for batches in self._batches(u)]
-        tasks = sum(batches.number for batches in self._batches(u))
-        own = np.zeros(self._gpus)
-        if self._parallel:
-            own = np.array(work) / self._speeds - _ROUNDING_NS * stop * tasks
-        into, out = self._forward_bytes(u, [(0, stop - 1)])
-        return self._busy(own, sum(work), stop * tasks, into, out, 0.0)
-
     def forward(self, u: int, packs: Sequence[Pack]) -> Busy:
         """A forward half with at least one pack."""
         costs = self._costs

@@ -1,20 +1,26 @@
-"""The search: bound every plan from below, simulate the promising ones, say how far the best can be from the truth.
+"""The search: simulate plans, most promising first, skip what a bound rules out, say how far the best can be from the
+truth.
 
-For each policy, candidates come in the order of their bounds and are simulated in waves, until the next one's bound is
-no less than the time of the last of the top, or the budget is spent. Policies are searched apart from each other, so
-that each has its own best; what is found depends neither on timing nor on how many processes help.
+For each policy, candidates come in the order of what they will probably take, and are simulated in waves until the
+budget is spent or none is left. Whatever a bound from below proves no faster than the last of the top is passed over.
+Policies are searched apart from each other, so that each has its own best; what is found depends neither on timing nor
+on how many processes help.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from functools import partial
+from itertools import islice
 
 import msgspec
+import numpy as np
+from msgspec.structs import replace
 
 from traces.costs import Costs
 from traces.errors import HarmonyError, TraceError
@@ -27,7 +33,7 @@ from ..errors import DoesNotFit, PlanError
 from ..hardware.machine import Machine
 from ..plan import Plan, Policy
 from ..units import NS_PER_S, format_seconds
-from .candidates import Candidate, Candidates, paged_candidates
+from .candidates import Candidates, paged_candidates
 from .choice import PlanChoice
 from .estimates import Estimator
 from .evaluate import Found, evaluate, evaluate_encoded
@@ -41,6 +47,12 @@ ReportProgress = Callable[[float, str], object]
 
 _WAVE = 4
 """Candidates evaluated between two looks at the bound, whether or not at once."""
+
+_PATIENCE = 10
+"""By how many times the budget may be exceeded in search of a plan that fits at all."""
+
+_LOOKED_AT = 1000
+"""So many candidates are looked at more closely: before the others are tried, and to raise the bound on those left."""
 
 _Outcome = Found | HarmonyError
 
@@ -60,8 +72,8 @@ def search(
 ) -> SearchResult:
     """Find the plans with the shortest steps for ``minibatch`` samples on all GPUs of the machine.
 
-    ``choice`` restricts the plans. At most ``max_simulated`` plans of each policy are simulated. An ``executor`` (of
-    processes, here or elsewhere) evaluates several at once; the result is the same.
+    ``choice`` restricts the plans. At most ``max_simulated`` plans of each policy are tried (more while none fits). An
+    ``executor`` (of processes, here or elsewhere) evaluates several at once; the result is the same.
 
     Raises NothingFits if no plan fits, TraceError if the trace does not cover what is asked for, PlanError for
     restrictions that concern none of the policies.
@@ -71,18 +83,18 @@ def search(
     wanted, notes = _distinct(policies, len(machine.gpus))
     space.check(wanted)
     costs = Costs(trace, extrapolate=extrapolate)
-    evaluator = _Evaluator(costs, machine, executor)
+    evaluator, estimator = _Evaluator(costs, machine, executor), Estimator(costs, machine)
     refusals = Refusals()
     hunts: list[_Hunt] = []
     uncovered: list[TraceError] = []
     for number, policy in enumerate(wanted):
         try:
-            candidates = _candidates(policy, minibatch, costs, machine, space, refusals)
+            candidates = _candidates(policy, minibatch, costs, machine, space, estimator, refusals)
         except TraceError as error:
             uncovered.append(error)
             notes.append(f"{policy.value} is left out: {error}")
             continue
-        hunts.append(_Hunt(policy, candidates, top, max_simulated, refusals))
+        hunts.append(_Hunt(policy, candidates, estimator, top, max_simulated, refusals))
         hunts[-1].run(evaluator, partial(_report, progress, number, len(wanted)))
         notes += [f"{policy.value}: {note}" for note in candidates.notes]
     if not hunts:
@@ -91,14 +103,15 @@ def search(
 
 
 class NothingFits(PlanError):
-    """No plan of a search fits; names each reason with its nearest miss."""
+    """No plan of a search fits; names each reason with its nearest miss. ``left``: so many were not tried."""
 
-    def __init__(self, reasons: tuple[str, ...]) -> None:
-        super().__init__(reasons)
-        self.reasons = reasons
+    def __init__(self, reasons: tuple[str, ...], left: int) -> None:
+        super().__init__(reasons, left)
+        self.reasons, self.left = reasons, left
 
     def __str__(self) -> str:
-        return "no plan fits:\n  " + "\n  ".join(self.reasons)
+        what = f"none of the plans tried fits, {self.left} more were not tried" if self.left else "no plan fits"
+        return f"{what}:\n  " + "\n  ".join(self.reasons)
 
 
 def _distinct(policies: Sequence[Policy], gpus: int) -> tuple[tuple[Policy, ...], list[str]]:
@@ -113,7 +126,13 @@ def _distinct(policies: Sequence[Policy], gpus: int) -> tuple[tuple[Policy, ...]
 
 
 def _candidates(
-    policy: Policy, minibatch: int, costs: Costs, machine: Machine, space: Space, refusals: Refusals
+    policy: Policy,
+    minibatch: int,
+    costs: Costs,
+    machine: Machine,
+    space: Space,
+    estimator: Estimator,
+    refusals: Refusals,
 ) -> Candidates:
     """The candidates of a policy; none if they all are refused for the same reason."""
     gpus = len(machine.gpus)
@@ -122,19 +141,18 @@ def _candidates(
             f"{policy.value} gives each GPU a share of the minibatch: {minibatch} samples are fewer than {gpus} GPUs"
         )
         refusals.add(policy, Reason.PLAN, error)
-        return Candidates(0, [], [])
-    estimator = Estimator(costs, machine)
+        return Candidates()
     if policy is Policy.DP_SWAP:
         candidates = paged_candidates(minibatch, gpus, costs, space, estimator)
     else:
-        candidates = harmony_candidates(policy, minibatch, costs, machine, space, estimator, refusals)
+        candidates = harmony_candidates(policy, minibatch, costs, machine, space, refusals)
     copies = gpus if policy is Policy.DP_SWAP else 1
     stored, cap = store_bytes(costs, minibatch, copies=copies), machine.host.memory_bytes
     if cap is not None and stored > cap:
         what = f"{copies} x weights, gradients and optimizer state, and the data"
         miss = DoesNotFit(None, (0, costs.layer_count - 1), what, stored, cap)
         refusals.add(policy, Reason.HOST, miss, candidates.count)
-        return Candidates(0, [], candidates.notes)
+        return Candidates(notes=candidates.notes)
     return candidates
 
 
@@ -146,22 +164,20 @@ class _Evaluator:
         self._encoded = b"" if executor is None else msgspec.msgpack.encode(costs.trace)
         self._encoded_machine = b"" if executor is None else msgspec.msgpack.encode(machine)
 
-    def outcomes(self, candidates: Sequence[Candidate]) -> list[_Outcome]:
+    def outcomes(self, plans: Sequence[Plan], open_slots: bool) -> list[_Outcome]:
         """What became of each, in order."""
         if self._executor is None:
-            return [evaluate(each.plan, each.open_slots, self._costs, self._machine) for each in candidates]
+            return [evaluate(plan, open_slots, self._costs, self._machine) for plan in plans]
         elsewhere = partial(
             evaluate_encoded,
+            open_slots=open_slots,
             trace=self._encoded,
             extrapolate=self._costs.extrapolate,
             machine=self._encoded_machine,
         )
-        answers = self._executor.map(
-            elsewhere, [each.plan for each in candidates], [each.open_slots for each in candidates]
-        )
         return [
             answer if isinstance(answer, HarmonyError) else msgspec.msgpack.decode(answer, type=Found)
-            for answer in answers
+            for answer in self._executor.map(elsewhere, plans)
         ]
 
 
@@ -169,32 +185,36 @@ class _Hunt:
     """The search of one policy."""
 
     def __init__(
-        self, policy: Policy, candidates: Candidates, top: int, max_simulated: int, refusals: Refusals
+        self,
+        policy: Policy,
+        candidates: Candidates,
+        estimator: Estimator,
+        top: int,
+        max_simulated: int,
+        refusals: Refusals,
     ) -> None:
-        self.policy, self.notes = policy, candidates.notes
-        self._candidates, self._refusals = candidates, refusals
+        self.policy = policy
+        self._candidates, self._estimator, self._refusals = candidates, estimator, refusals
+        self._bounds_ns = candidates.bounds_ns.copy()
+        self._untried = np.ones(candidates.count, dtype=bool)
         self._top, self._budget = top, max_simulated
         self._tried = 0
         self.found: list[Found] = []  # fastest first; among equals, in the order in which they were simulated
-        self.next_bound_ns: float | None = None
-        """Least bound of the plans that were not simulated; None: there are none."""
+        self.least_left_ns = math.inf
+        """Least bound of the plans that were not simulated; infinite if there are none."""
 
     def run(self, evaluator: _Evaluator, report: Callable[[_Hunt], object]) -> None:
         """Evaluate candidates until none can be among the top any more, or the budget is spent."""
-        stream = self._candidates.by_bound()
-        seen: set[Plan] = set()
-        following = next(stream, None)
-        while following and following.bound_ns < self._to_beat_ns and self._budget_left:
-            wave: list[Candidate] = []
-            while following and following.bound_ns < self._to_beat_ns and len(wave) < min(_WAVE, self._budget_left):
-                if following.plan not in seen:
-                    seen.add(following.plan)
-                    wave.append(following)
-                following = next(stream, None)
-            for candidate, outcome in zip(wave, evaluator.outcomes(wave), strict=True):
-                self._note(candidate, outcome)
+        promising = self._promising()
+        while wave := list(islice(promising, min(_WAVE, self._budget_left))):
+            self._tried += len(wave)
+            for outcome in evaluator.outcomes(wave, self._candidates.open_slots):
+                if isinstance(outcome, Found):
+                    insort(self.found, outcome, key=lambda found: found.step_time_ns)
+                else:
+                    self._refusals.add_built(self.policy, outcome)
             report(self)
-        self.next_bound_ns = following.bound_ns if following else None
+        self.least_left_ns = self._least_left_ns()
 
     @property
     def share_done(self) -> float:
@@ -206,14 +226,13 @@ class _Hunt:
         """What became of the candidates."""
         refused = self._tried - len(self.found)
         infeasible = self._refusals.count(self.policy)
-        untouched = self._candidates.count - self._tried
-        proven = self.next_bound_ns is None or self.next_bound_ns >= self._to_beat_ns
+        left = int((self._untried & (self._bounds_ns < self._to_beat_ns)).sum())
         return Counts(
             candidates=self._candidates.count + infeasible - refused,
             simulated=len(self.found),
-            pruned=untouched if proven else 0,
+            pruned=self._candidates.count - self._tried - left,
             infeasible=infeasible,
-            left=0 if proven else untouched,
+            left=left,
         )
 
     @property
@@ -223,15 +242,53 @@ class _Hunt:
 
     @property
     def _budget_left(self) -> int:
-        """How many more may be tried; as long as none fits, always some."""
-        return max(0, self._budget - self._tried) if self.found else _WAVE
+        """How many more may be tried; more of them as long as none fits."""
+        if self._tried >= self._budget and not self.found:
+            return min(self._budget, _PATIENCE * self._budget - self._tried)
+        return max(0, self._budget - self._tried)
 
-    def _note(self, candidate: Candidate, outcome: _Outcome) -> None:
-        self._tried += 1
-        if isinstance(outcome, Found):
-            insort(self.found, outcome, key=lambda found: found.step_time_ns)
-        else:
-            self._refusals.add_built(candidate.plan.policy, outcome)
+    def _promising(self) -> Iterator[Plan]:
+        """Plans not tried yet that can be among the top, as far as bounds tell when their turn comes."""
+        seen: set[Plan] = set()
+        for number in self._by_promise():
+            if self._bounds_ns[number] >= self._to_beat_ns:
+                continue
+            plan = self._candidates.plan(number)
+            if plan in seen:
+                self._bounds_ns[number] = math.inf
+            elif self._bound_ns(number) < self._to_beat_ns:
+                seen.add(plan)
+                self._untried[number] = False
+                yield plan
+
+    def _by_promise(self) -> Iterator[int]:
+        """All candidates: first, by what they are expected to take, those of least hints and bounds; then by hint."""
+        by_hint = np.argsort(self._candidates.hints_ns, kind="stable").tolist()
+        by_bound = np.argsort(self._candidates.bounds_ns, kind="stable").tolist()
+        first = dict.fromkeys(by_hint[:_LOOKED_AT] + by_bound[:_LOOKED_AT])
+        yield from sorted(first, key=self._candidates.expected_ns)
+        yield from (number for number in by_hint if number not in first)
+
+    def _bound_ns(self, number: int) -> float:
+        """The bound of a candidate, looked at as a whole; kept."""
+        plan = self._candidates.plan(number)
+        bound = self._estimator.lower_bound_ns(replace(plan, slots=1) if self._candidates.open_slots else plan)
+        self._bounds_ns[number] = max(self._bounds_ns[number], bound)
+        return float(self._bounds_ns[number])
+
+    def _least_left_ns(self) -> float:
+        """Least bound of those not tried, after a closer look at the least few."""
+        queue = [(float(self._bounds_ns[number]), int(number)) for number in np.flatnonzero(self._untried)]
+        heapq.heapify(queue)
+        for _ in range(_LOOKED_AT):
+            if not queue or queue[0][0] >= self._to_beat_ns:
+                break
+            bound, number = queue[0]
+            closer = self._bound_ns(number)
+            if closer == bound:
+                break
+            heapq.heapreplace(queue, (closer, number))
+        return queue[0][0] if queue else math.inf
 
 
 def _report(progress: ReportProgress | None, number: int, of: int, hunt: _Hunt) -> None:
@@ -255,14 +312,13 @@ def _result(
 ) -> SearchResult:
     fastest = sorted((found for hunt in hunts for found in hunt.found), key=lambda found: found.step_time_ns)
     if not fastest:
-        raise NothingFits(tuple(refusal.line() for refusal in refusals.list()))
+        raise NothingFits(tuple(refusal.line() for refusal in refusals.list()), sum(hunt.counts.left for hunt in hunts))
     best_by_policy = {}
     for hunt in hunts:
         if hunt.found:
             schedule = build_from_costs(hunt.found[0].plan, costs, machine)
             timeline = simulate(schedule, trace, machine, extrapolate=costs.extrapolate)
             best_by_policy[hunt.policy] = Best(hunt.found[0], schedule, timeline)
-    bounds = [hunt.next_bound_ns for hunt in hunts if hunt.next_bound_ns is not None]
     counts = {hunt.policy: hunt.counts for hunt in hunts}
     return SearchResult(
         best=best_by_policy[fastest[0].plan.policy],
@@ -271,7 +327,7 @@ def _result(
         counts=sum(counts.values(), start=Counts()),
         counts_by_policy=counts,
         refusals=refusals.list(),
-        lower_bound_ns=int(min([fastest[0].step_time_ns, *bounds])),
+        lower_bound_ns=int(min([fastest[0].step_time_ns, *(hunt.least_left_ns for hunt in hunts)])),
         seconds=time.perf_counter() - start,
         notes=tuple(notes),
     )

@@ -14,11 +14,12 @@ Loads = NDArray[np.float64]
 
 
 class Way:
-    """A route: ``load`` is how often each byte loads each resource."""
+    """A route: ``load`` is how often each byte loads each resource. ``users``: if at the same time others load them."""
 
-    def __init__(self, fabric: Fabric, route: Route) -> None:
+    def __init__(self, fabric: Fabric, route: Route, users: Loads | None = None) -> None:
         self._route = route
-        self._ns_per_byte = NS_PER_S * max([times / fabric.capacities[i] for i, times in route.loads], default=0.0)
+        loads = [(i, times if users is None else max(times, users[i])) for i, times in route.loads]
+        self._ns_per_byte = NS_PER_S * max([times / fabric.capacities[i] for i, times in loads], default=0.0)
         self.load: Loads = np.zeros(len(fabric.resources))
         for resource, times in route.loads:
             self.load[resource] = times
@@ -32,13 +33,13 @@ class Way:
 
 class Ways:
     """All ways on a machine: ``into`` and ``out`` of each GPU from and to the host (their loads also as matrices over
-    GPUs), and ``between`` two GPUs."""
+    GPUs), and ``between`` two GPUs. ``together``: all GPUs swap at the same time, in the same direction."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, *, together: bool = False) -> None:
         fabric = Fabric(machine)
         gpus = range(len(machine.gpus))
-        self.into = [Way(fabric, fabric.swap_in(gpu)) for gpu in gpus]
-        self.out = [Way(fabric, fabric.swap_out(gpu)) for gpu in gpus]
+        self.into = _swaps(fabric, [fabric.swap_in(gpu) for gpu in gpus], together)
+        self.out = _swaps(fabric, [fabric.swap_out(gpu) for gpu in gpus], together)
         self.between = {(a, b): Way(fabric, fabric.p2p(a, b)) for a in gpus for b in gpus if a != b}
         self.into_loads: Loads = np.array([way.load for way in self.into])
         self.out_loads: Loads = np.array([way.load for way in self.out])
@@ -66,3 +67,9 @@ class Ways:
         drained = float(self.drain_ns(self.ring_load(gradient_bytes)).max())
         edge_bytes = ring_edge_bytes(gradient_bytes, max(1, len(self._ring)))
         return max([drained, *(edge.ns(edge_bytes) for edge in self._ring)])
+
+
+def _swaps(fabric: Fabric, routes: list[Route], together: bool) -> list[Way]:
+    alone = [Way(fabric, route) for route in routes]
+    users = np.sum([way.load for way in alone], axis=0)
+    return [Way(fabric, route, users) for route in routes] if together else alone

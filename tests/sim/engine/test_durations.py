@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sim.engine.durations import CostDurations, Demand, Demands, Flow, floor_ns, used_durations
+from sim.hardware.fabric import Fabric
 from sim.schedule import TaskKind, TensorKind
 from tests.sim.handmade import Hand, machine, one_gpu_schedule, plan, tiny_trace
 from traces.costs import Costs
@@ -12,13 +13,13 @@ from traces.schema import Phase
 
 COSTS = Costs(tiny_trace())
 ON = machine(gpus=2, copy_overhead_ns=3)
-DEMANDS = Demands(ON, CostDurations(COSTS, ON, 2), 2)
+FABRIC = Fabric(ON)
 
 
 def demand(kind: TaskKind, layers: int | tuple[int, int] = 0, **fields: object) -> Demand:
     hand = Hand(plan(gpus=2))
     hand.task(kind, layers, **fields)
-    return DEMANDS.of(hand.tasks[0])
+    return Demands(ON, CostDurations(COSTS, ON, 2), 2).of(hand.tasks[0])
 
 
 def test_compute_takes_time_and_no_bytes() -> None:
@@ -29,20 +30,20 @@ def test_compute_takes_time_and_no_bytes() -> None:
 
 
 def test_copies_take_their_route() -> None:
-    fabric = DEMANDS.fabric
+
     kind = {"tensor_kind": TensorKind.WEIGHT, "bytes": 50}
-    assert demand(TaskKind.SWAP_IN, gpu=1, **kind) == Demand(3, (Flow(fabric.swap_in(1), 50),))
-    assert demand(TaskKind.SWAP_OUT, gpu=1, **kind) == Demand(3, (Flow(fabric.swap_out(1), 50),))
-    assert demand(TaskKind.P2P, gpu=1, peer=0, **kind) == Demand(3, (Flow(fabric.p2p(1, 0), 50),))
+    assert demand(TaskKind.SWAP_IN, gpu=1, **kind) == Demand(3, (Flow(FABRIC.swap_in(1), 50),))
+    assert demand(TaskKind.SWAP_OUT, gpu=1, **kind) == Demand(3, (Flow(FABRIC.swap_out(1), 50),))
+    assert demand(TaskKind.P2P, gpu=1, peer=0, **kind) == Demand(3, (Flow(FABRIC.p2p(1, 0), 50),))
 
 
 def test_an_all_reduce_takes_every_edge_of_the_ring() -> None:
-    edges = DEMANDS.fabric.ring(2)
+    edges = FABRIC.ring(2)
     assert demand(TaskKind.ALLREDUCE, gpu=None, bytes=300) == Demand(3, tuple(Flow(edge, 150) for edge in edges))
 
 
 def test_a_reduction_takes_host_memory() -> None:
-    assert demand(TaskKind.REDUCE, 1, gpu=None) == Demand(0, (Flow(DEMANDS.fabric.host_memory(), 600),))
+    assert demand(TaskKind.REDUCE, 1, gpu=None) == Demand(0, (Flow(FABRIC.host_memory(), 600),))
 
 
 def test_copies_compute_nothing() -> None:
