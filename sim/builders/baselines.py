@@ -11,20 +11,20 @@ All layers of a GPU are updated after all its backwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from traces.costs import Costs
 
 from ..errors import DoesNotFit
 from ..hardware.machine import Machine
-from ..plan import Pack, PagedPlan, pieces, shares
-from ..schedule import Interval, MemoryPlan, Schedule, TaskKind
+from ..plan import PagedPlan
+from ..schedule import MemoryPlan, Schedule, TaskKind
 from .draft import Draft, assign_lifetimes, finish
 from .memory import count_host, count_pages
 from .paged_tasks import PagedGpu, StoreOrder, play_together
 from .paging import Event, PagedStep, Pager, Tensor
 from .plain_steps import PlainSteps
-from .stages import cut_stages, turns
+from .stages import assignments, turns
 from .store_bytes import store_bytes
 
 
@@ -78,25 +78,11 @@ def build_paged(plan: PagedPlan, costs: Costs, machine: Machine) -> Schedule:
 
 
 def plain_steps(plan: PagedPlan, costs: Costs) -> Iterator[list[PagedStep]]:
-    """All steps of each GPU, in its order."""
-    if plan.policy.splits_minibatch:
-        whole = ((0, costs.layer_count - 1),)
-        for share in shares(plan.minibatch, plan.gpus):
-            yield from _staged_steps(plan, costs, whole, share)
-    else:
-        stages = cut_stages(costs, plan.gpus, min(plan.u_fwd, plan.minibatch))
-        yield from _staged_steps(plan, costs, stages, (0, plan.minibatch))
-
-
-def _staged_steps(
-    plan: PagedPlan, costs: Costs, stages: Sequence[Pack], samples: Interval
-) -> Iterator[list[PagedStep]]:
-    """Of each stage: its turns, layer by layer, and then the updates."""
-    microbatches = pieces(*samples, plan.u_fwd)
-    for stage, layers in enumerate(stages):
+    """All steps of each GPU, in its order: its turns, layer by layer, and then the updates."""
+    for layers, stage, stages, microbatches in assignments(plan, costs):
         make = PlainSteps(costs, microbatches, layers, recompute=plan.recompute)
         steps = []
-        for kind, microbatch in turns(plan.policy, stage, len(stages), len(microbatches)):
+        for kind, microbatch in turns(plan.policy, stage, stages, len(microbatches)):
             if kind is TaskKind.FORWARD:
                 steps += [make.forward(layer, microbatch) for layer in make.layers]
             else:

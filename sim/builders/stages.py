@@ -4,15 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
+from typing import NamedTuple
 
 from traces.costs import Costs
 
 from ..errors import PlanError
-from ..plan import Pack, Policy
-from ..schedule import TaskKind
+from ..plan import Pack, PagedPlan, Policy, pieces, shares
+from ..schedule import Interval, TaskKind
 
 Turn = tuple[TaskKind, int]
 """Forward or backward of a microbatch, through all layers of a stage."""
+
+
+class Assignment(NamedTuple):
+    """What a GPU has: the layers of stage number ``stage`` of ``stages``, and its microbatches."""
+
+    layers: Pack
+    stage: int
+    stages: int
+    microbatches: list[Interval]
+
+
+def assignments(plan: PagedPlan, costs: Costs) -> list[Assignment]:
+    """Of each GPU. Raises PlanError for a pipeline of fewer layers than GPUs."""
+    if plan.policy.splits_minibatch:
+        whole = (0, costs.layer_count - 1)
+        return [Assignment(whole, 0, 1, pieces(*share, plan.u_fwd)) for share in shares(plan.minibatch, plan.gpus)]
+    microbatches = pieces(0, plan.minibatch, plan.u_fwd)
+    stages = cut_stages(costs, plan.gpus, min(plan.u_fwd, plan.minibatch))
+    return [Assignment(layers, stage, len(stages), microbatches) for stage, layers in enumerate(stages)]
 
 
 def cut_stages(costs: Costs, gpus: int, u: int) -> tuple[Pack, ...]:

@@ -36,6 +36,8 @@ class Space:
     prefetch: tuple[bool, ...] = (True,)
     residency: tuple[Residency, ...] = (Residency.LRU,)
     writeback: tuple[Writeback, ...] = (Writeback.ALWAYS, Writeback.DROP)
+    recompute: tuple[bool, ...] = (True, False)
+    prefetch_depth: tuple[int, ...] = (0, 1, 4, 16)
 
     @classmethod
     def of(cls, choice: PlanChoice) -> Space:
