@@ -134,6 +134,12 @@ def search(
         list[Policy] | None, typer.Option("--policy", help="Look only at this policy; may be repeated.")
     ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="How many of the best to report.")] = 10,
+    max_simulated: Annotated[
+        int, typer.Option("--max-simulated", min=1, help="Simulate at most so many plans of each policy.")
+    ] = 100,
+    processes: Annotated[
+        int | None, typer.Option("--processes", min=1, help="Search in so many processes (default: all processors).")
+    ] = None,
     extrapolate: Extrapolate = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="S.json", help="Write the best schedule here.")
@@ -144,11 +150,12 @@ def search(
     from traces.files import load_trace
 
     from ..hardware.files import load_machine
+    from ..planner.processes import local_processes, processors
     from ..planner.search import search as find
     from ..schedule_files import save_schedule
 
     out = Output(as_json, output)
-    with out.progress() as progress:
+    with out.progress() as progress, local_processes(processes or processors()) as executor:
         found = find(
             load_trace(trace),
             overrides.applied_to(load_machine(machine)),
@@ -156,8 +163,10 @@ def search(
             policies=tuple(policy or Policy),
             choice=plan.choice(),
             top=top,
+            max_simulated=max_simulated,
             extrapolate=extrapolate,
             progress=progress,
+            executor=executor,
         )
     out.write(output, ".json", lambda path: save_schedule(found.best.schedule, path))
     out.result(found.to_dict(), found)

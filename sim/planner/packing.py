@@ -26,33 +26,8 @@ from ..plan import Pack, UpdateOn
 Figures = NDArray[np.float64]
 
 
-def balanced_packs(
-    costs: Costs,
-    layers: range,
-    count: int,
-    u: int,
-    phase: Phase,
-    cap_bytes: int,
-    *,
-    update: UpdateOn = UpdateOn.CPU,
-) -> tuple[Pack, ...] | None:
-    """Cut consecutive ``layers`` into ``count`` packs as the module's docstring says; None if no such cut fits.
-
-    ``phase`` is FORWARD or BACKWARD, ``u`` the microbatch size, ``cap_bytes`` what a GPU can hold. For many questions
-    about the same microbatch size keep a :class:`Packer`.
-    """
-    return Packer(costs, u, phase, cap_bytes, first=layers.start, update=update).balanced(count, layers.stop)
-
-
-def smallest_count(
-    costs: Costs, layers: range, u: int, phase: Phase, cap_bytes: int, *, update: UpdateOn = UpdateOn.CPU
-) -> int | None:
-    """The fewest packs into which ``layers`` can be cut so that each fits; None if there is no such cut."""
-    return Packer(costs, u, phase, cap_bytes, first=layers.start, update=update).smallest_count(layers.stop)
-
-
 class Packer:
-    """Packs of one phase at one microbatch size, of the layers from ``first`` on, for any count and any end.
+    """Packs of one phase at one microbatch size, of the layers from 0 on, for any count and any end.
 
     ``stop`` is one past the last layer of a cut. Tables are filled as far as questions need them. Raises TraceError
     for microbatch sizes outside the trace.
@@ -65,17 +40,16 @@ class Packer:
         phase: Phase,
         cap_bytes: int,
         *,
-        first: int = 0,
         update: UpdateOn = UpdateOn.CPU,
     ) -> None:
         if phase.is_update:
             raise ValueError(f"packs are of the forward or the backward phase, not {phase.value}")
-        self._first, self._size = first, costs.layer_count - first
-        self._time = _prefix(costs, first, lambda a, b: _time_ns(costs, (a, b), u, phase))
-        self._held = _forward_bytes(costs, first, u) if phase is Phase.FORWARD else _backward_bytes(costs, first, u)
+        self._size = costs.layer_count
+        self._time = _prefix(costs, lambda a, b: _time_ns(costs, (a, b), u, phase))
+        self._held = _forward_bytes(costs, u) if phase is Phase.FORWARD else _backward_bytes(costs, u)
         if phase is Phase.BACKWARD and update is UpdateOn.GPU:
-            np.maximum(self._held, _update_bytes(costs, first), out=self._held)
-        # Both tables are over boundaries: pack (i, j) holds the layers first + i … first + j - 1, i < j.
+            np.maximum(self._held, _update_bytes(costs), out=self._held)
+        # Both tables are over boundaries: pack (i, j) holds the layers i … j - 1, i < j.
         self._fits = np.zeros((self._size + 1, self._size + 1), dtype=bool)
         self._fits[:-1, 1:] = np.triu(self._held <= cap_bytes)
         durations = self._time[None, :] - self._time[:, None]
@@ -86,24 +60,24 @@ class Packer:
 
     def time_ns(self, pack: Pack) -> int:
         """What one microbatch of a pack takes."""
-        return int(self._time[pack[1] + 1 - self._first] - self._time[pack[0] - self._first])
+        return int(self._time[pack[1] + 1] - self._time[pack[0]])
 
     def held_bytes(self, pack: Pack) -> int:
         """What a pack cannot do without on its GPU while it works on a microbatch (or, on the GPU, updates)."""
-        return int(self._held[pack[0] - self._first, pack[1] - self._first])
+        return int(self._held[pack])
 
     def smallest_count(self, stop: int) -> int | None:
         """The fewest packs that fit; None if there is no cut that does."""
-        fewest = self._fewest[stop - self._first]
+        fewest = self._fewest[stop]
         return None if np.isinf(fewest) else int(fewest)
 
     def bottleneck_ns(self, count: int, stop: int) -> int | None:
         """Time of the largest pack of the best cut into ``count`` packs; None if no such cut fits."""
-        if not 0 <= count <= stop - self._first:
+        if not 0 <= count <= stop:
             return None
         while len(self._largest) <= count:
             self._largest.append(np.maximum(self._into, self._largest[-1]).min(axis=1))
-        largest = self._largest[count][stop - self._first]
+        largest = self._largest[count][stop]
         return None if np.isinf(largest) else int(largest)
 
     def balanced(self, count: int, stop: int) -> tuple[Pack, ...] | None:
@@ -111,19 +85,18 @@ class Packer:
         key = count, stop
         if key not in self._cuts:
             limit = self.bottleneck_ns(count, stop)
-            self._cuts[key] = None if limit is None else self._most_even(count, stop - self._first, limit)
+            self._cuts[key] = None if limit is None else self._most_even(count, stop, limit)
         return self._cuts[key]
 
     def hungriest(self, stop: int) -> tuple[Pack, int]:
         """The pack that decides whether there is a cut at all, and the bytes it holds: of the smallest packs around
         each layer, the largest."""
-        size = stop - self._first
-        held = np.where(np.triu(np.ones((size, size), dtype=bool)), self._held[:size, :size], np.inf)
+        held = np.where(np.triu(np.ones((stop, stop), dtype=bool)), self._held[:stop, :stop], np.inf)
         within = np.minimum.accumulate(np.minimum.accumulate(held, axis=0)[:, ::-1], axis=1)[:, ::-1]
         layer = int(within.diagonal().argmax())
         least = within[layer, layer]
         first, last = np.argwhere(held[: layer + 1, layer:] == least)[-1]
-        return (self._first + int(first), self._first + layer + int(last)), int(least)
+        return (int(first), layer + int(last)), int(least)
 
     def _fewest_packs(self) -> Figures:
         fewest = _start(self._size + 1, 0.0)
@@ -154,7 +127,7 @@ class Packer:
         for left in range(count - 1, -1, -1):
             good = (times[at] >= goal) & (smallest[left][ends[at]] >= goal)
             end = int(ends[at, good.argmax()])
-            packs.append((self._first + at, self._first + end - 1))
+            packs.append((at, end - 1))
             at = end
         return tuple(packs)
 
@@ -171,13 +144,13 @@ def _start(size: int, value: float) -> Figures:
     return figures
 
 
-def _prefix(costs: Costs, first: int, total: Callable[[int, int], int]) -> Figures:
-    """Sums over the first 0, 1, … layers from ``first`` on."""
-    return np.array([0, *(total(first, last) for last in range(first, costs.layer_count))], dtype=np.float64)
+def _prefix(costs: Costs, total: Callable[[int, int], int]) -> Figures:
+    """Sums over the first 0, 1, … layers."""
+    return np.array([0, *(total(0, last) for last in range(costs.layer_count))], dtype=np.float64)
 
 
-def _each(costs: Costs, first: int, figure: Callable[[int], int]) -> Figures:
-    return np.array([figure(layer) for layer in range(first, costs.layer_count)], dtype=np.float64)
+def _each(costs: Costs, figure: Callable[[int], int]) -> Figures:
+    return np.array([figure(layer) for layer in range(costs.layer_count)], dtype=np.float64)
 
 
 def _runs(prefix: Figures) -> Figures:
@@ -185,12 +158,12 @@ def _runs(prefix: Figures) -> Figures:
     return prefix[None, 1:] - prefix[:-1, None]
 
 
-def _forward_bytes(costs: Costs, first: int, u: int) -> Figures:
+def _forward_bytes(costs: Costs, u: int) -> Figures:
     """Of pack i … j: weights, buffers, input, output, and the forward's peak (see Costs.forward_workspace_bytes)."""
-    inputs = _each(costs, first, lambda layer: costs.input_bytes(layer, u))
-    outputs = _each(costs, first, lambda layer: costs.output_bytes(layer, u))
-    alone = _each(costs, first, lambda layer: costs.forward_workspace_bytes(layer, layer, u))
-    held = _runs(_prefix(costs, first, lambda a, b: costs.weight_bytes(a, b) + costs.buffer_bytes(a, b)))
+    inputs = _each(costs, lambda layer: costs.input_bytes(layer, u))
+    outputs = _each(costs, lambda layer: costs.output_bytes(layer, u))
+    alone = _each(costs, lambda layer: costs.forward_workspace_bytes(layer, layer, u))
+    held = _runs(_prefix(costs, lambda a, b: costs.weight_bytes(a, b) + costs.buffer_bytes(a, b)))
     held += inputs[:, None] + outputs[None, :]
     for at in range(len(alone)):
         peaks = inputs[at:] + alone[at:]
@@ -199,7 +172,7 @@ def _forward_bytes(costs: Costs, first: int, u: int) -> Figures:
     return held
 
 
-def _backward_bytes(costs: Costs, first: int, u: int) -> Figures:
+def _backward_bytes(costs: Costs, u: int) -> Figures:
     """Of pack i … j: weights, buffers, gradient, input, incoming gradient (labels for the last layer), outgoing
     gradient (none for layer 0), and autograd's peak (see Costs.backward_workspace_bytes)."""
     last_layer = costs.layer_count - 1
@@ -211,22 +184,21 @@ def _backward_bytes(costs: Costs, first: int, u: int) -> Figures:
         return costs.input_bytes(layer, u) + (costs.input_gradient_bytes(layer, u) if layer else 0)
 
     state = _prefix(
-        costs, first, lambda a, b: costs.weight_bytes(a, b) + costs.buffer_bytes(a, b) + costs.gradient_bytes(a, b)
+        costs, lambda a, b: costs.weight_bytes(a, b) + costs.buffer_bytes(a, b) + costs.gradient_bytes(a, b)
     )
-    held = _runs(state) + _each(costs, first, in_and_out)[:, None] + _each(costs, first, incoming)[None, :]
-    saved = _prefix(costs, first, lambda a, b: costs.saved_bytes(a, b, u))
-    peaks = saved[:-1] + _each(costs, first, lambda layer: costs.backward_workspace_bytes(layer, layer, u))
+    held = _runs(state) + _each(costs, in_and_out)[:, None] + _each(costs, incoming)[None, :]
+    saved = _prefix(costs, lambda a, b: costs.saved_bytes(a, b, u))
+    peaks = saved[:-1] + _each(costs, lambda layer: costs.backward_workspace_bytes(layer, layer, u))
     for at in range(len(peaks)):
         held[at, at:] += np.maximum.accumulate(peaks[at:]) - saved[at]
     return held
 
 
-def _update_bytes(costs: Costs, first: int) -> Figures:
+def _update_bytes(costs: Costs) -> Figures:
     """Of pack i … j while it is updated on the GPU: weights, buffers, gradient, optimizer state."""
     return _runs(
         _prefix(
             costs,
-            first,
             lambda a, b: (
                 costs.weight_bytes(a, b)
                 + costs.buffer_bytes(a, b)

@@ -65,7 +65,7 @@ def search(
     policies: Sequence[Policy] = (Policy.HARMONY_DP, Policy.HARMONY_PP),
     choice: PlanChoice | Space | None = None,
     top: int = 10,
-    max_simulated: int = 200,
+    max_simulated: int = 100,
     extrapolate: bool = False,
     progress: ReportProgress | None = None,
     executor: Executor | None = None,

@@ -14,7 +14,7 @@ from sim.plan import HarmonyPlan, Policy, Reduce, UpdateOn, Writeback
 from sim.planner.candidates import Candidates, Sizes, paged_candidates
 from sim.planner.estimates import Estimator
 from sim.planner.harmony_candidates import harmony_candidates
-from sim.planner.packing import balanced_packs
+from sim.planner.packing import Packer
 from sim.planner.refusals import Refusals
 from sim.planner.space import Space
 from tests.sim.handmade import machine as separate_links
@@ -56,11 +56,10 @@ def test_every_candidate_is_a_plan_of_its_own_whose_packs_fit(
             gpus,
             len(trace.layers),
         )
-        layers, packs = range(plan.layer_count), plan.packs_bwd
-        assert packs == balanced_packs(costs, layers, len(packs), plan.u_bwd, Phase.BACKWARD, cap, update=plan.update)
-        if plan.packs_fwd:
-            before = range(packs[-1][0])
-            assert plan.packs_fwd == balanced_packs(costs, before, len(plan.packs_fwd), plan.u_fwd, Phase.FORWARD, cap)
+        backward = Packer(costs, plan.u_bwd, Phase.BACKWARD, cap, update=plan.update)
+        assert plan.packs_bwd == backward.balanced(len(plan.packs_bwd), plan.layer_count)
+        forward = Packer(costs, plan.u_fwd, Phase.FORWARD, cap)
+        assert plan.packs_fwd == forward.balanced(len(plan.packs_fwd), plan.packs_bwd[-1][0])
 
 
 def test_figures_belong_to_the_plan_of_the_same_number() -> None:

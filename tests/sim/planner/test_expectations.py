@@ -10,7 +10,7 @@ from sim.hardware.machine import Gpu, Host, Link, Machine
 from sim.plan import HarmonyPlan, Policy, UpdateOn
 from sim.planner.evaluate import Found, evaluate
 from sim.planner.expectations import Expectations
-from sim.planner.packing import balanced_packs
+from sim.planner.packing import Packer
 from tests.sim.handmade import machine as separate_links
 from traces.costs import Costs
 from traces.schema import Phase
@@ -22,11 +22,9 @@ FAST = 1e15
 def plan(
     policy: Policy, gpus: int, u: int, packs_fwd: int, packs_bwd: int, costs: Costs, minibatch: int
 ) -> HarmonyPlan:
-    layers = costs.layer_count
-    backward = balanced_packs(costs, range(layers), packs_bwd, u, Phase.BACKWARD, 10**15)
+    backward = Packer(costs, u, Phase.BACKWARD, 10**15).balanced(packs_bwd, costs.layer_count)
     assert backward is not None
-    stop = backward[-1][0]
-    forward = balanced_packs(costs, range(stop), packs_fwd, u, Phase.FORWARD, 10**15)
+    forward = Packer(costs, u, Phase.FORWARD, 10**15).balanced(packs_fwd, backward[-1][0])
     assert forward is not None
     return HarmonyPlan(
         policy=policy, minibatch=minibatch, gpus=gpus, u_fwd=u, u_bwd=u, packs_fwd=forward, packs_bwd=backward,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.plan import Pack, UpdateOn
-from sim.planner.packing import Packer, balanced_packs, smallest_count
+from sim.planner.packing import Packer
 from traces.costs import Costs
 from traces.schema import Phase
 from traces.synthetic import skewed_trace, uniform_trace, with_frozen, with_tied
@@ -67,8 +67,7 @@ def problems(draw: st.DrawFn) -> tuple[Costs, range, Phase, UpdateOn, int]:
     elif draw(st.booleans()):
         trace = with_tied(trace, (0, size - 2), 3_000_000) if size > 2 else trace
     costs = Costs(trace)
-    first = draw(st.integers(0, size - 1))
-    layers = range(first, draw(st.integers(first + 1, size)))
+    layers = range(draw(st.integers(1, size)))
     phase = draw(st.sampled_from([Phase.FORWARD, Phase.BACKWARD]))
     update = draw(st.sampled_from(UpdateOn))
     packs = [(a, b) for a in layers for b in range(a, layers.stop)]
@@ -81,15 +80,13 @@ def problems(draw: st.DrawFn) -> tuple[Costs, range, Phase, UpdateOn, int]:
 def test_best_of_all_cuts(problem: tuple[Costs, range, Phase, UpdateOn, int]) -> None:
     costs, layers, phase, update, cap = problem
     expected = {count: best_cut(costs, layers, count, phase, cap, update) for count in range(1, len(layers) + 1)}
-    packer = Packer(costs, U, phase, cap, first=layers.start, update=update)
+    packer = Packer(costs, U, phase, cap, update=update)
     for count, cut in expected.items():
         assert packer.balanced(count, layers.stop) == cut
-        assert balanced_packs(costs, layers, count, U, phase, cap, update=update) == cut
         largest = None if cut is None else max(time_of(costs, pack, phase) for pack in cut)
         assert packer.bottleneck_ns(count, layers.stop) == largest
     fewest = min((count for count, cut in expected.items() if cut), default=None)
     assert packer.smallest_count(layers.stop) == fewest
-    assert smallest_count(costs, layers, U, phase, cap, update=update) == fewest
 
 
 @settings(max_examples=100, deadline=None)
@@ -98,7 +95,7 @@ def test_the_hungriest_pack_decides_whether_anything_fits(
     problem: tuple[Costs, range, Phase, UpdateOn, int],
 ) -> None:
     costs, layers, phase, update, cap = problem
-    packer = Packer(costs, U, phase, cap, first=layers.start, update=update)
+    packer = Packer(costs, U, phase, cap, update=update)
     pack, held = packer.hungriest(layers.stop)
     assert held == bytes_of(costs, pack, phase, update) == packer.held_bytes(pack)
     if held > cap:
@@ -113,7 +110,7 @@ def test_the_hungriest_pack_decides_whether_anything_fits(
 
 def test_equal_layers_are_dealt_evenly_with_the_small_packs_first() -> None:
     costs = Costs(uniform_trace(12))
-    packs = balanced_packs(costs, range(11), 4, U, Phase.FORWARD, ROOMY)
+    packs = Packer(costs, U, Phase.FORWARD, ROOMY).balanced(4, 11)
     assert packs == ((0, 1), (2, 4), (5, 7), (8, 10))
 
 
@@ -127,7 +124,7 @@ def test_a_heavy_layer_does_not_make_the_others_uneven() -> None:
         for row in trace.times
     )
     costs = Costs(type(trace)(**{name: getattr(trace, name) for name in trace.__struct_fields__} | {"times": slow}))
-    assert balanced_packs(costs, range(11), 3, U, Phase.FORWARD, ROOMY) == ((0, 4), (5, 9), (10, 10))
+    assert Packer(costs, U, Phase.FORWARD, ROOMY).balanced(3, 11) == ((0, 4), (5, 9), (10, 10))
 
 
 def test_no_layers_are_no_packs() -> None:

@@ -22,7 +22,7 @@ from sim.planner.choice import PlanChoice
 from sim.planner.estimates import Estimator
 from sim.planner.evaluate import Found, evaluate
 from sim.planner.harmony_candidates import harmony_candidates
-from sim.planner.packing import balanced_packs
+from sim.planner.packing import Packer
 from sim.planner.refusals import Reason, Refusals
 from sim.planner.result import SearchResult
 from sim.planner.search import NothingFits, search
@@ -56,14 +56,14 @@ def all_harmony_plans(policy: Policy, minibatch: int, costs: Costs, machine: Mac
     most = minibatch if policy is PP else shares(minibatch, gpus)[0][1]
     sizes = range(1, most + 1)
     for u_fwd, u_bwd, update, count in product(sizes, sizes, UpdateOn, range(1, layers + 1)):
-        packs_bwd = balanced_packs(costs, range(layers), count, u_bwd, Phase.BACKWARD, cap, update=update)
+        packs_bwd = Packer(costs, u_bwd, Phase.BACKWARD, cap, update=update).balanced(count, layers)
         if packs_bwd is None:
             continue
         stop = packs_bwd[-1][0]
         if stop == 0 and u_fwd != u_bwd:
             continue
         for forward in range(min(1, stop), stop + 1):
-            packs_fwd = balanced_packs(costs, range(stop), forward, u_fwd, Phase.FORWARD, cap) if stop else ()
+            packs_fwd = Packer(costs, u_fwd, Phase.FORWARD, cap).balanced(forward, stop)
             if packs_fwd is not None:
                 yield HarmonyPlan(
                     policy=policy, minibatch=minibatch, gpus=gpus, u_fwd=u_fwd, u_bwd=u_bwd, packs_fwd=packs_fwd,
