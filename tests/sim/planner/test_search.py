@@ -144,7 +144,7 @@ def without_limit() -> SearchResult:
 
 
 @settings(max_examples=12, deadline=None)
-@given(linear_traces(tied=True, frozen=True, max_layers=5), machines(), st.integers(3, 6), st.sampled_from(Policy))
+@given(linear_traces(3, 5, tied=True, frozen=True), machines(), st.integers(3, 6), st.sampled_from(Policy))
 def test_no_candidate_beats_any_bound(trace: Trace, machine: Machine, minibatch: int, policy: Policy) -> None:
     """Bounds of pairs of halves too, which are looser than those of plans."""
     costs = Costs(trace)
