@@ -112,8 +112,8 @@ class LaneRunner:
 
 @contextmanager
 def _interrupts(notify: Callable[[], object]) -> Iterator[None]:
-    """Let Ctrl-C call ``notify``, where it would raise KeyboardInterrupt at any point of the main thread, while it waits
-    for its lanes to end, say. Handlers that someone else has set stay."""
+    """Let Ctrl-C call ``notify``, where it would raise KeyboardInterrupt at any point of the main thread, while it
+    waits for its lanes to end, say. Handlers that someone else has set stay."""
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
