@@ -18,6 +18,7 @@ from sim.engine.simulate import simulate
 from sim.hardware.files import load_machine, save_machine
 from sim.hardware.machine import Machine
 from sim.plan import Policy
+from sim.planner.choice import PlanChoice
 from sim.planner.search import search
 from sim.schedule import Schedule
 from sim.schedule_files import save_schedule
@@ -81,8 +82,9 @@ def run_demo(output: Path, *, progress: Progress = silent) -> DemoReport:
         trace = profile(load_workload(MODEL), microbatches=sizes, budget_s=PROFILE_S, progress=report)
         save_trace(trace, output / "trace.json")
     with stages.stage(0.1, "searching schedules") as report:
-        harmony = _best(trace, machine, (Policy.HARMONY_DP, Policy.HARMONY_PP), report)
-        dp_swap = _best(trace, machine, (Policy.DP_SWAP,), report)
+        harmony = _best(trace, machine, (Policy.HARMONY_DP, Policy.HARMONY_PP), PlanChoice(), report)
+        can_run = PlanChoice(recompute=True)
+        dp_swap = _best(trace, machine, (Policy.DP_SWAP,), can_run, report)
     with stages.stage(0.1, "training with plain PyTorch") as report:
         workload = load_workload(MODEL)
         losses = plain_losses(workload, MINIBATCH, WARMUP_STEPS + STEPS, progress=report)
@@ -105,8 +107,12 @@ def run_demo(output: Path, *, progress: Progress = silent) -> DemoReport:
     return demo
 
 
-def _best(trace: Trace, machine: Machine, policies: tuple[Policy, ...], progress: Progress) -> Schedule:
-    found = search(trace, machine, MINIBATCH, policies=policies, max_simulated=MAX_SIMULATED, progress=progress)
+def _best(
+    trace: Trace, machine: Machine, policies: tuple[Policy, ...], choice: PlanChoice, progress: Progress
+) -> Schedule:
+    found = search(
+        trace, machine, MINIBATCH, policies=policies, choice=choice, max_simulated=MAX_SIMULATED, progress=progress
+    )
     schedule = found.best.schedule
     validate(schedule, trace)
     return schedule

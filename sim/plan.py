@@ -24,6 +24,23 @@ class Policy(Enum):
     HARMONY_DP = "harmony-dp"
     HARMONY_PP = "harmony-pp"
     DP_SWAP = "dp-swap"
+    GPIPE_SWAP = "gpipe-swap"
+    ONE_F_ONE_B_SWAP = "1f1b-swap"
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether it is a plain schedule over a pager."""
+        return self not in (Policy.HARMONY_DP, Policy.HARMONY_PP)
+
+    @property
+    def splits_minibatch(self) -> bool:
+        """Whether every GPU runs all layers on a share of the minibatch, rather than some layers on all of it."""
+        return self in (Policy.HARMONY_DP, Policy.DP_SWAP)
+
+    @property
+    def has_private_stores(self) -> bool:
+        """Whether every GPU has a copy of all state in the host, as separate processes have."""
+        return self is Policy.DP_SWAP
 
 
 class UpdateOn(Enum):
@@ -83,7 +100,7 @@ class HarmonyPlan(_PlanBase, frozen=True, tag_field="family", tag="harmony"):
 
     def __post_init__(self) -> None:
         """Check the fields against each other."""
-        if self.policy not in (Policy.HARMONY_DP, Policy.HARMONY_PP):
+        if self.policy.is_paged:
             raise PlanError(f"policy {self.policy.value} is not a Harmony policy; use harmony-dp or harmony-pp")
         _check_minibatch(self, self.policy)
         if not self.packs_bwd:
@@ -98,19 +115,26 @@ class HarmonyPlan(_PlanBase, frozen=True, tag_field="family", tag="harmony"):
 
 
 class PagedPlan(_PlanBase, frozen=True, tag_field="family", tag="paged"):
-    """A baseline: a plain schedule, layer by layer with recompute, over one pager per GPU. The update is on the GPU,
-    after all backwards. A plain schedule cuts forward and backward alike, so ``u_fwd`` equals ``u_bwd``."""
+    """A baseline: a plain schedule, layer by layer, over one pager per GPU. The update is on the GPU, after all
+    backwards. A plain schedule cuts forward and backward alike, so ``u_fwd`` equals ``u_bwd``.
+
+    With ``recompute`` a backward repeats its layer's forward; else it takes what autograd saved in the first one.
+    ``prefetch_depth``: of so many steps ahead the pager brings in what they touch, as memory allows.
+    """
 
     policy: Policy
     u_fwd: Count
     u_bwd: Count
     residency: Residency = Residency.LRU
     writeback: Writeback = Writeback.ALWAYS
+    recompute: bool = True
+    prefetch_depth: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def __post_init__(self) -> None:
         """Check the fields against each other."""
-        if self.policy is not Policy.DP_SWAP:
-            raise PlanError(f"policy {self.policy.value} is not a paged baseline; use dp-swap")
+        if not self.policy.is_paged:
+            known = ", ".join(policy.value for policy in Policy if policy.is_paged)
+            raise PlanError(f"policy {self.policy.value} is not a paged baseline; use one of {known}")
         if self.u_fwd != self.u_bwd:
             raise PlanError(f"{self.policy.value} needs u_fwd = u_bwd; got {self.u_fwd} and {self.u_bwd}")
         _check_minibatch(self, self.policy)
@@ -119,8 +143,13 @@ class PagedPlan(_PlanBase, frozen=True, tag_field="family", tag="paged"):
 Plan = HarmonyPlan | PagedPlan
 
 
+def fields_of(policy: Policy) -> tuple[str, ...]:
+    """Names of the fields that plans of this policy have."""
+    return (PagedPlan if policy.is_paged else HarmonyPlan).__struct_fields__
+
+
 def _check_minibatch(plan: _PlanBase, policy: Policy) -> None:
-    if policy is not Policy.HARMONY_PP and plan.minibatch < plan.gpus:
+    if policy.splits_minibatch and plan.minibatch < plan.gpus:
         raise PlanError(
             f"{policy.value} gives each GPU a share of the minibatch: {plan.minibatch} samples are fewer than "
             f"{plan.gpus} GPUs; use a larger minibatch or fewer GPUs"

@@ -44,7 +44,8 @@ class TensorKind(Enum):
 class TaskKind(Enum):
     """What a task does.
 
-    ``BACKWARD`` repeats the forward of its layers first (recompute; for the layers with the loss it is their forward).
+    ``BACKWARD`` repeats the forward of its layers first (recompute; for the layers with the loss it is their forward),
+    unless the task says otherwise.
     ``REDUCE`` adds the GPUs' gradients in host memory; ``UPDATE`` is on the host (``gpu`` None) or on a GPU.
     """
 
@@ -84,6 +85,7 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     ``offset`` is its place in the GPU's arena; None: the buffer is counted, not placed (paged plans, host).
     ``layer_last`` differs from ``layer_first`` only for weights, buffers, gradients, optimizer state and workspace.
+    ``is_saved``: a stash of what autograd saved in the layer's forward besides its input and its output.
     """
 
     id: int
@@ -93,6 +95,7 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     layer_last: int
     bytes: int
     samples: Interval | None = None
+    is_saved: bool = False
     offset: int | None = None
 
 
@@ -104,7 +107,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ``bytes`` (copies only) are counted once per copy; of an all-reduce, as sent by all GPUs together.
     ``reads``, ``writes``, ``allocates``, ``frees`` are buffer ids. Home tensors (weights, gradients, optimizer state,
     buffers and data in the host store) are not buffers; a swap without a host buffer copies from or to them.
-    ``microbatch`` counts within its GPU's share.
+    ``microbatch`` counts within its GPU's share. ``recompute`` is of backwards, ``is_saved`` as of buffers.
     """
 
     id: int
@@ -117,7 +120,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     microbatch: int | None = None
     tensor_kind: TensorKind | None = None
     bytes: int = 0
+    is_saved: bool = False
     peer: int | None = None
+    recompute: bool = True
     waits_for: tuple[int, ...] = ()
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()

@@ -29,13 +29,15 @@ def random_case(seed: int, *, layers: int = 6, memory_bytes: int = 10**12) -> Ca
     machine = Machine(name="random", host=host, gpus=(gpu,)).with_gpus(gpus)
     policy = draw.choice(list(Policy))
     minibatch = draw.randint(gpus, 8)
-    if policy is Policy.DP_SWAP:
+    if policy.is_paged:
         u = draw.randint(1, -(-minibatch // gpus))
         plan: Plan = PagedPlan(
             policy=policy, minibatch=minibatch, gpus=gpus, u_fwd=u, u_bwd=u,
             residency=draw.choice(list(Residency)), writeback=draw.choice(list(Writeback)),
+            recompute=draw.random() < 0.5, prefetch_depth=draw.choice([0, 0, 1, 3]),
         )  # fmt: skip
-        return Case(plan, trace, machine)
+        tied = with_tied(trace, (0, layers - 2), 100_000) if draw.random() < 0.5 else trace
+        return Case(plan, tied, machine)
     packs_bwd = random_packs(draw, layers)
     plan = HarmonyPlan(
         policy=policy, minibatch=minibatch, gpus=gpus, u_fwd=draw.randint(1, 4), u_bwd=draw.randint(1, 4),

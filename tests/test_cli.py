@@ -170,10 +170,19 @@ def test_plan_options_become_the_plan(options: tuple[str, ...], expected: dict[s
     assert {key: plan[key] for key in expected} == expected
 
 
-def test_pager_options_become_the_plan() -> None:
-    options = ("--residency", "next", "--writeback", "drop", "--u-fwd", "2")
-    plan = json_of(*SIMULATE, "--policy", "dp-swap", *options)["plan"]
+@pytest.mark.parametrize("policy", ["dp-swap", "gpipe-swap", "1f1b-swap"])
+def test_pager_options_become_the_plan(policy: str) -> None:
+    plan = json_of(*SIMULATE, "--policy", policy)["plan"]
+    assert (plan["residency"], plan["writeback"], plan["recompute"], plan["prefetch_depth"]) == (
+        "lru",
+        "always",
+        True,
+        0,
+    )
+    options = ("--residency", "next", "--writeback", "drop", "--u-fwd", "2", "--no-recompute", "--prefetch-depth", "3")
+    plan = json_of(*SIMULATE, "--policy", policy, *options)["plan"]
     assert (plan["residency"], plan["writeback"], plan["u_fwd"], plan["u_bwd"]) == ("next", "drop", 2, 2)
+    assert (plan["recompute"], plan["prefetch_depth"]) == (False, 3)
 
 
 def test_what_if_options_change_the_machine() -> None:
@@ -199,6 +208,8 @@ def test_packs_grow_in_number_until_they_fit() -> None:
     [
         (("--policy", "dp-swap", "--packs-bwd", "3"), "--packs-bwd is not an option of dp-swap plans"),
         (("--policy", "harmony-dp", "--residency", "lru"), "--residency is not an option of harmony-dp plans"),
+        (("--policy", "1f1b-swap", "--slots", "1"), "--slots is not an option of 1f1b-swap plans"),
+        (("--policy", "harmony-pp", "--no-recompute"), "--recompute is not an option of harmony-pp plans"),
         (("--policy", "harmony-dp", "--packs-bwd", "9"), "cannot be cut into 9 packs"),
         (("--policy", "harmony-dp", "--gpu-memory", "5 MB"), "does not fit on GPU 0"),
         (("--policy", "harmony-dp", "--u-fwd", "16"), "--extrapolate"),

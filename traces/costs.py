@@ -144,6 +144,11 @@ class Costs:
         saved = self._saved.prefix(u)
         return saved[last + 1] - saved[first]
 
+    def remainder_bytes(self, layer: int, u: int) -> int:
+        """What a layer's forward leaves alive besides its output; of the last layer, the loss included."""
+        output = self.output_bytes(layer, u) if layer < self.layer_count - 1 else 0
+        return max(0, self.saved_bytes(layer, layer, u) - output)
+
     def backward_workspace_bytes(self, first: int, last: int, u: int) -> int:
         """Peak of forward with gradient recording and backward: max over l of saved(first … l) + workspace(l)."""
         saved = self._saved.prefix(u)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from sim.plan import HarmonyPlan
 from sim.schedule import Buffer, Schedule, TensorKind
 
 from ..devices.facade import Devices
@@ -27,7 +26,7 @@ class Places:
             for gpu, cap in enumerate(schedule.memory.gpu_cap_bytes)
         ]
         self._host: dict[int, Block] = {}
-        self.shares_home = isinstance(schedule.plan, HarmonyPlan)
+        self.shares_home = not schedule.plan.policy.has_private_stores
         copies = 1 if self.shares_home else schedule.plan.gpus
         self.homes = [Home(model, layouts, devices.host_bytes, is_the_models=replica == 0) for replica in range(copies)]
         self.minibatch = Minibatch(

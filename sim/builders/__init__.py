@@ -3,7 +3,8 @@
 ==================  ===================================================================================
 ``harmony.py``      Harmony plans, by passes: ``order`` (place, order), ``transfers`` (with ``needs``
                     and ``gradients``), ``memory``
-``baselines.py``    paged plans: a plain schedule run through ``paging``
+``baselines.py``    paged plans: ``stages`` (who does what in which order), ``plain_steps`` (what each
+                    step touches), ``paging`` (what comes and goes for it), ``paged_tasks``
 ``draft.py``        what both write: entries in total order that become a Schedule
 ==================  ===================================================================================
 """

@@ -1,51 +1,64 @@
 """Baselines: plain schedules, layer by layer, that rely on a pager to fit.
 
 ``dp-swap``: every GPU has the whole model and its share of the minibatch. Per microbatch it goes forward through all
-layers, then backward; each backward repeats its layer's forward from the layer's input. The last microbatch's
-backward also reduces the gradients over the GPUs. All layers are updated after all backwards, each GPU its own copy.
+layers, then backward. The last microbatch's backward also reduces the gradients over the GPUs.
+
+``gpipe-swap`` and ``1f1b-swap``: every GPU has a stage, some consecutive layers, and what passes between stages goes
+from GPU to GPU. They differ in the order of microbatches (``stages.py``).
+
+All layers of a GPU are updated after all its backwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from traces.costs import Costs
 
 from ..errors import DoesNotFit
 from ..hardware.machine import Machine
-from ..plan import PagedPlan, pieces, shares
-from ..schedule import Interval, MemoryPlan, Schedule
+from ..plan import PagedPlan
+from ..schedule import MemoryPlan, Schedule, TaskKind
 from .draft import Draft, assign_lifetimes, finish
 from .memory import count_host, count_pages
-from .paged_tasks import PagedGpu, play_together
-from .paging import PagedStep, Pager
+from .paged_tasks import PagedGpu, StoreOrder, play_together
+from .paging import Event, PagedStep, Pager, Tensor
 from .plain_steps import PlainSteps
+from .stages import assignments, turns
 from .store_bytes import store_bytes
 
 
 def build_paged(plan: PagedPlan, costs: Costs, machine: Machine) -> Schedule:
-    """The Schedule of a baseline. Raises DoesNotFit if a step alone exceeds its GPU's memory, or if the host is too
-    small for the GPUs' private copies of all state.
+    """The Schedule of a baseline.
+
+    Raises DoesNotFit if a step does not fit its GPU, alone or beside what waits to be sent, or if the host is too small
+    for the state; PlanError for a pipeline with fewer layers than GPUs.
     """
     caps = tuple(gpu.usable_bytes for gpu in machine.gpus)
     draft = Draft()
+    sent: dict[Event, tuple[PagedGpu, Tensor]] = {}
+    shared = StoreOrder()
     gpus = [
         PagedGpu(
             draft,
             gpu,
-            Pager(gpu, cap, plan.residency, plan.writeback),
-            dp_swap_steps(costs, pieces(*share, plan.u_fwd)),
+            Pager(gpu, cap, plan.residency, plan.writeback, plan.prefetch_depth),
+            steps,
+            StoreOrder() if plan.policy.has_private_stores else shared,
+            sent,
         )
-        for gpu, (cap, share) in enumerate(zip(caps, shares(plan.minibatch, plan.gpus), strict=True))
+        for gpu, (cap, steps) in enumerate(zip(caps, plain_steps(plan, costs), strict=True))
     ]
     play_together(draft, gpus)
     assign_lifetimes(draft)
     gpu_peaks = count_pages(draft, caps)
-    host_store = store_bytes(costs, plan.minibatch, copies=plan.gpus)
+    copies = plan.gpus if plan.policy.has_private_stores else 1
+    host_store = store_bytes(costs, plan.minibatch, copies=copies)
     host_peak = host_store + count_host(draft, plan.gpus)
     host_cap = machine.host.memory_bytes
     if host_cap is not None and host_peak > host_cap:
-        what = f"the state of {plan.gpus} GPU(s) with private copies ({host_store} B with the data) and the stashes"
+        whose = f"{copies} private copies of the state" if plan.policy.has_private_stores else "the state"
+        what = f"{whose} ({host_store} B with the data) and what goes out besides"
         raise DoesNotFit(None, (0, costs.layer_count - 1), what, host_peak, host_cap)
     memory = MemoryPlan(
         gpu_peak_bytes=gpu_peaks,
@@ -64,12 +77,14 @@ def build_paged(plan: PagedPlan, costs: Costs, machine: Machine) -> Schedule:
     )
 
 
-def dp_swap_steps(costs: Costs, microbatches: Sequence[Interval]) -> list[PagedStep]:
-    """All steps of a GPU of ``dp-swap`` whose share of the minibatch is cut into these microbatches, in order."""
-    make = PlainSteps(costs, microbatches)
-    layers = range(costs.layer_count)
-    steps: list[PagedStep] = []
-    for microbatch in range(len(microbatches)):
-        steps += [make.forward(layer, microbatch) for layer in layers]
-        steps += [make.backward(layer, microbatch) for layer in reversed(layers)]
-    return steps + [make.update(layer) for layer in layers if costs.updates(layer)]
+def plain_steps(plan: PagedPlan, costs: Costs) -> Iterator[list[PagedStep]]:
+    """All steps of each GPU, in its order: its turns, layer by layer, and then the updates."""
+    for layers, stage, stages, microbatches in assignments(plan, costs):
+        make = PlainSteps(costs, microbatches, layers, recompute=plan.recompute)
+        steps = []
+        for kind, microbatch in turns(plan.policy, stage, stages, len(microbatches)):
+            if kind is TaskKind.FORWARD:
+                steps += [make.forward(layer, microbatch) for layer in make.layers]
+            else:
+                steps += [make.backward(layer, microbatch) for layer in reversed(make.layers)]
+        yield steps + [make.update(layer) for layer in make.updated]

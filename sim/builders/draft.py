@@ -39,6 +39,8 @@ class Entry:
     writes: tuple[int, ...]
     after: set[int]
     group: int | None
+    is_saved: bool = False
+    recompute: bool = True
     allocates: list[int] = field(default_factory=list)
     frees: list[int] = field(default_factory=list)
 
@@ -62,7 +64,14 @@ class Draft:
         self.buffers: list[Buffer] = []
 
     def buffer(
-        self, gpu: int | None, kind: TensorKind, layers: tuple[int, int], size: int, samples: Interval | None = None
+        self,
+        gpu: int | None,
+        kind: TensorKind,
+        layers: tuple[int, int],
+        size: int,
+        samples: Interval | None = None,
+        *,
+        is_saved: bool = False,
     ) -> int:
         """Declare a buffer of ``size`` bytes on a GPU (None: in dynamic host memory); returns its id."""
         first, last = layers
@@ -75,6 +84,7 @@ class Draft:
                 layer_last=last,
                 bytes=size,
                 samples=samples,
+                is_saved=is_saved,
             )
         )
         return len(self.buffers) - 1
@@ -94,13 +104,15 @@ class Draft:
         writes: Sequence[int] = (),
         after: Iterable[int] = (),
         group: int | None = None,
+        is_saved: bool = False,
+        recompute: bool = True,
     ) -> int:
         """Append an entry to the total order; returns its index. ``size`` is the bytes of a copy."""
         gpu, lane_kind = lane
         self.entries.append(
             Entry(
                 kind, gpu, lane_kind, layers, samples, microbatch, tensor_kind, size, peer, tuple(reads), tuple(writes),
-                set(after), group,
+                set(after), group, is_saved, recompute,
             )
         )  # fmt: skip
         return len(self.entries) - 1
@@ -139,7 +151,9 @@ def finish(
             microbatch=entry.microbatch,
             tensor_kind=entry.tensor_kind,
             bytes=entry.bytes,
+            is_saved=entry.is_saved,
             peer=entry.peer,
+            recompute=entry.recompute,
             waits_for=waits[index],
             reads=entry.reads,
             writes=entry.writes,

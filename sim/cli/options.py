@@ -197,10 +197,20 @@ class PlanOptions:
         _choice("--prefetch/--no-prefetch", "Bring the next weights and inputs in early; default prefetch"),
     ] = None
     residency: Annotated[
-        Residency | None, _choice("--residency", "What dp-swap keeps on the GPU between tasks; default lru")
+        Residency | None, _choice("--residency", "What a baseline keeps on the GPU between tasks; default lru")
     ] = None
     writeback: Annotated[
-        Writeback | None, _choice("--writeback", "Whether dp-swap writes unchanged tensors back; default always")
+        Writeback | None, _choice("--writeback", "Whether a baseline writes unchanged tensors back; default always")
+    ] = None
+    recompute: Annotated[
+        bool | None,
+        _choice(
+            "--recompute/--no-recompute",
+            "Whether a baseline's backward repeats the forward or keeps what it saved; default recompute",
+        ),
+    ] = None
+    prefetch_depth: Annotated[
+        int | None, _choice("--prefetch-depth", "Steps ahead of which a baseline brings tensors in; default 0", min=0)
     ] = None
 
     def given(self) -> list[str]:

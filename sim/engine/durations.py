@@ -36,7 +36,8 @@ class Durations(Protocol):
 class CostDurations:
     """Durations from a trace: its times over the device's speed.
 
-    A backward repeats the forward first. A reduction reads the gradient of each of ``replicas`` GPUs and writes one.
+    A backward repeats the forward first, unless it says otherwise. A reduction reads the gradient of each of
+    ``replicas`` GPUs and writes one.
     """
 
     def __init__(self, costs: Costs, machine: Machine, replicas: int) -> None:
@@ -52,8 +53,7 @@ class CostDurations:
             case TaskKind.FORWARD:
                 duration = costs.forward_ns(first, last, task.batch_size)
             case TaskKind.BACKWARD:
-                u = task.batch_size
-                duration = costs.forward_ns(first, last, u) + costs.backward_ns(first, last, u)
+                duration = costs.backward_ns(first, last, task.batch_size) + recompute_ns(task, costs)
             case TaskKind.UPDATE:
                 duration = costs.update_ns(first, last, _update_phase(task))
             case _:
@@ -65,9 +65,14 @@ class CostDurations:
         return (self._replicas + 1) * self._costs.gradient_bytes(task.layer_first, task.layer_last)
 
 
+def recompute_ns(task: Task, costs: Costs) -> int:
+    """What the forward inside a backward takes."""
+    return costs.forward_ns(task.layer_first, task.layer_last, task.batch_size) if task.recompute else 0
+
+
 def forward_share(task: Task, costs: Costs) -> float:
     """Part of a backward's time that its forward takes (0 … 1)."""
-    forward = costs.forward_ns(task.layer_first, task.layer_last, task.batch_size)
+    forward = recompute_ns(task, costs)
     total = forward + costs.backward_ns(task.layer_first, task.layer_last, task.batch_size)
     return forward / total if total else 0.0
 

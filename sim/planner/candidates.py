@@ -95,24 +95,32 @@ class Sizes:
         ]
 
 
-def paged_candidates(minibatch: int, gpus: int, costs: Costs, space: Space, estimator: Estimator) -> Candidates:
-    """All ``dp-swap`` plans of a space. Raises TraceError as :meth:`Sizes.of`, or for lack of update times."""
+def paged_candidates(
+    policy: Policy, minibatch: int, gpus: int, costs: Costs, space: Space, estimator: Estimator
+) -> Candidates:
+    """All plans of a baseline in a space. Raises TraceError as :meth:`Sizes.of`, or for lack of update times; PlanError
+    for a pipeline of fewer layers than GPUs."""
     costs.update_ns(0, costs.layer_count - 1, Phase.UPDATE_GPU)
-    sizes = Sizes(costs, [stop - start for start, stop in shares(minibatch, gpus)])
+    split = shares(minibatch, gpus) if policy.splits_minibatch else [(0, minibatch)]
+    sizes = Sizes(costs, [stop - start for start, stop in split])
     wanted = space.u_fwd or space.u_bwd
     if space.u_fwd and space.u_bwd:
         wanted = tuple(sorted({*space.u_fwd} & {*space.u_bwd}))
     plans = [
         PagedPlan(
-            policy=Policy.DP_SWAP,
+            policy=policy,
             minibatch=minibatch,
             gpus=gpus,
             u_fwd=u,
             u_bwd=u,
             residency=residency,
             writeback=writeback,
+            recompute=recompute,
+            prefetch_depth=depth,
         )
-        for u, residency, writeback in product(sizes.of(Phase.BACKWARD, wanted), space.residency, space.writeback)
+        for u, residency, writeback, recompute, depth in product(
+            sizes.of(Phase.BACKWARD, wanted), space.residency, space.writeback, space.recompute, space.prefetch_depth
+        )
     ]
     bounds = np.array([estimator.lower_bound_ns(plan) for plan in plans], dtype=np.float64)
     return Candidates(bounds, bounds, plans.__getitem__, bounds.__getitem__, notes=tuple(sizes.notes()))

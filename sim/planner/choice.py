@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ..errors import PlanError
-from ..plan import HarmonyPlan, Pack, PagedPlan, Plan, Policy, Reduce, Residency, UpdateOn, Writeback
+from ..plan import Pack, Plan, Policy, Reduce, Residency, UpdateOn, Writeback, fields_of
 
 Packing = int | tuple[Pack, ...]
 """A count of packs, to be balanced by time, or the packs themselves."""
@@ -26,6 +26,8 @@ class PlanChoice(msgspec.Struct, frozen=True, kw_only=True):
     prefetch: bool | None = None
     residency: Residency | None = None
     writeback: Writeback | None = None
+    recompute: bool | None = None
+    prefetch_depth: int | None = None
 
     def fixed(self) -> dict[str, Any]:
         """Just the fields that are fixed."""
@@ -34,7 +36,7 @@ class PlanChoice(msgspec.Struct, frozen=True, kw_only=True):
     def fixed_for(self, policy: Policy) -> dict[str, Any]:
         """The same, for a plan of this policy. Raises PlanError if such plans lack a field that is fixed."""
         fixed = self.fixed()
-        known = (PagedPlan if policy is Policy.DP_SWAP else HarmonyPlan).__struct_fields__
+        known = fields_of(policy)
         foreign = [f"--{name.replace('_', '-')}" for name in fixed if name not in known]
         if foreign:
             raise PlanError(f"{', '.join(foreign)} is not an option of {policy.value} plans; leave it out")

@@ -43,7 +43,7 @@ def completions(choice: PlanChoice, policy: Policy, minibatch: int, costs: Costs
     fixed = choice.fixed_for(policy)
     u_fwd, u_bwd = choice.u_fwd or choice.u_bwd or 1, choice.u_bwd or choice.u_fwd or 1
     fixed |= {"policy": policy, "minibatch": minibatch, "gpus": len(machine.gpus), "u_fwd": u_fwd, "u_bwd": u_bwd}
-    if policy is Policy.DP_SWAP:
+    if policy.is_paged:
         yield PagedPlan(**fixed)
         return
     in_pipeline = policy is Policy.HARMONY_PP

@@ -159,7 +159,10 @@ def describe(plan: Plan) -> str:
                 f"{_count(plan.packs_bwd)}, update {plan.update.value}{slots}"
             )
         case PagedPlan():
-            return f"{plan.policy.value} u {plan.u_fwd}, {plan.residency.value}, writeback {plan.writeback.value}"
+            saved = "" if plan.recompute else ", no recompute"
+            ahead = f", prefetch {plan.prefetch_depth}" if plan.prefetch_depth else ""
+            how = f"{plan.residency.value}, writeback {plan.writeback.value}{saved}{ahead}"
+            return f"{plan.policy.value} u {plan.u_fwd}, {how}"
 
 
 def _count(packs: tuple[Pack, ...]) -> int:

@@ -136,17 +136,21 @@ def _candidates(
 ) -> Candidates:
     """The candidates of a policy; none if they all are refused for the same reason."""
     gpus = len(machine.gpus)
-    if policy is not Policy.HARMONY_PP and minibatch < gpus:
+    if policy.splits_minibatch and minibatch < gpus:
         error = PlanError(
             f"{policy.value} gives each GPU a share of the minibatch: {minibatch} samples are fewer than {gpus} GPUs"
         )
         refusals.add(policy, Reason.PLAN, error)
         return Candidates()
-    if policy is Policy.DP_SWAP:
-        candidates = paged_candidates(minibatch, gpus, costs, space, estimator)
-    else:
-        candidates = harmony_candidates(policy, minibatch, costs, machine, space, refusals)
-    copies = gpus if policy is Policy.DP_SWAP else 1
+    try:
+        if policy.is_paged:
+            candidates = paged_candidates(policy, minibatch, gpus, costs, space, estimator)
+        else:
+            candidates = harmony_candidates(policy, minibatch, costs, machine, space, refusals)
+    except PlanError as error:
+        refusals.add(policy, Reason.PLAN, error)
+        return Candidates()
+    copies = gpus if policy.has_private_stores else 1
     stored, cap = store_bytes(costs, minibatch, copies=copies), machine.host.memory_bytes
     if cap is not None and stored > cap:
         what = f"{copies} x weights, gradients and optimizer state, and the data"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import PlanError
-from ..plan import HarmonyPlan, PagedPlan, Policy, Reduce, Residency, UpdateOn, Writeback
+from ..plan import Policy, Reduce, Residency, UpdateOn, Writeback, fields_of
 from .choice import Packing, PlanChoice
 
 ALL_COUNTS = 32
@@ -36,6 +36,8 @@ class Space:
     prefetch: tuple[bool, ...] = (True,)
     residency: tuple[Residency, ...] = (Residency.LRU,)
     writeback: tuple[Writeback, ...] = (Writeback.ALWAYS, Writeback.DROP)
+    recompute: tuple[bool, ...] = (True, False)
+    prefetch_depth: tuple[int, ...] = (0, 1, 4, 16)
 
     @classmethod
     def of(cls, choice: PlanChoice) -> Space:
@@ -46,7 +48,7 @@ class Space:
         """Raises PlanError for restrictions that concern none of the policies."""
         known: set[str] = set()
         for policy in policies:
-            known.update((PagedPlan if policy is Policy.DP_SWAP else HarmonyPlan).__struct_fields__)
+            known.update(fields_of(policy))
         foreign = [name for name, value in self._restrictions().items() if name not in known]
         if foreign:
             names = ", ".join(policy.value for policy in policies)

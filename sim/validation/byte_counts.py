@@ -46,6 +46,8 @@ def _tensor_bytes(kind: TensorKind, tensor: Buffer | Task, costs: Costs) -> int 
             return costs.gradient_bytes(first, last)
         case TensorKind.OPTIMIZER_STATE:
             return costs.optimizer_state_bytes(first, last)
+        case TensorKind.STASH if tensor.is_saved:
+            return costs.remainder_bytes(first, u) if u else 0
         case TensorKind.STASH | TensorKind.ACTIVATION | TensorKind.DATA:
             if not u:
                 return 0
@@ -64,6 +66,8 @@ def _workspace_faults(schedule: Schedule, task: Task, costs: Costs) -> Iterator[
             needed = costs.forward_workspace_bytes(first, last, u)
         case TaskKind.BACKWARD:
             needed = costs.backward_workspace_bytes(first, last, u)
+            if not task.recompute:
+                needed -= costs.saved_bytes(first, last, u)
         case _:
             return
     touched = (schedule.buffers[number] for number in dict.fromkeys(task.reads + task.writes))

@@ -65,11 +65,7 @@ def _touched(task: Task, policy: Policy) -> Iterator[tuple[_Home, bool]]:
             kinds = {TensorKind.GRADIENT: True}
         case _:
             return
-    match policy:
-        case Policy.DP_SWAP:
-            owner = task.gpu
-        case Policy.HARMONY_DP | Policy.HARMONY_PP:
-            owner = None
+    owner = task.gpu if policy.has_private_stores else None
     for kind, writes in kinds.items():
         if kind in _KINDS:
             for layer in range(task.layer_first, task.layer_last + 1):

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from traces.costs import Costs
 
-from ..plan import HarmonyPlan, PagedPlan, Policy
+from ..plan import HarmonyPlan, PagedPlan
 from ..schedule import Interval, Schedule, Task, TaskKind
 from .happens_before import HappensBefore
 
@@ -96,11 +96,9 @@ def update_faults(schedule: Schedule, costs: Costs | None) -> Iterator[str]:
 def _update_copies(schedule: Schedule) -> dict[str, list[Task]]:
     """Updates by the copy of the state that they change: one shared copy, or every GPU's own."""
     updates = list(schedule.copies(TaskKind.UPDATE))
-    match schedule.plan.policy:
-        case Policy.DP_SWAP:
-            return {f" on gpu {gpu}": [t for t in updates if t.gpu == gpu] for gpu in range(schedule.plan.gpus)}
-        case Policy.HARMONY_DP | Policy.HARMONY_PP:
-            return {"": updates}
+    if not schedule.plan.policy.has_private_stores:
+        return {"": updates}
+    return {f" on gpu {gpu}": [t for t in updates if t.gpu == gpu] for gpu in range(schedule.plan.gpus)}
 
 
 def order_faults(schedule: Schedule, surely: HappensBefore) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -133,9 +133,12 @@ def harmony(
     )  # fmt: skip
 
 
-def dp_swap(gpus: int, u: int, **options: Any) -> PagedPlan:
+def paged(policy: Policy, gpus: int, u: int, **options: Any) -> PagedPlan:
     """A plan for minibatches of 8."""
-    return PagedPlan(policy=Policy.DP_SWAP, minibatch=MINIBATCH, gpus=gpus, u_fwd=u, u_bwd=u, **options)
+    return PagedPlan(policy=policy, minibatch=MINIBATCH, gpus=gpus, u_fwd=u, u_bwd=u, **options)
+
+
+dp_swap = partial(paged, Policy.DP_SWAP)
 
 
 def plans(packs: tuple[tuple[Pack, ...], tuple[Pack, ...]], gpus: int) -> list[Plan]:
@@ -156,8 +159,20 @@ def plans(packs: tuple[tuple[Pack, ...], tuple[Pack, ...]], gpus: int) -> list[P
             dp_swap(gpus, 3, residency=residency, writeback=writeback)
             for residency, writeback in product(Residency, Writeback)
         ),
+        *(
+            paged(policy, gpus, 3, residency=residency, writeback=writeback, prefetch_depth=depth)
+            for policy, (residency, writeback, depth) in product(PLAIN_PIPELINES, PAGERS)
+        ),
     ]
 
+
+PLAIN_PIPELINES = Policy.GPIPE_SWAP, Policy.ONE_F_ONE_B_SWAP
+PAGERS = (
+    (Residency.NONE, Writeback.ALWAYS, 0),
+    (Residency.NEXT, Writeback.DROP, 0),
+    (Residency.LRU, Writeback.ALWAYS, 0),
+    (Residency.NONE, Writeback.DROP, 2),
+)
 
 CHAIN_PACKS = ((0, 1), (2, 3), (4, 4)), ((0, 2), (3, 4), (5, 7))
 GPT2_PACKS = ((0, 0), (1, 2)), ((0, 1), (2, 2), (3, 5))
@@ -165,7 +180,18 @@ GPT2_PACKS = ((0, 0), (1, 2)), ((0, 1), (2, 2), (3, 5))
 
 def name_of(plan: Plan) -> str:
     """What tells one plan of a test from another."""
-    fields = ("policy", "gpus", "u_fwd", "u_bwd", "update", "reduce", "slots", "residency", "writeback")
+    fields = (
+        "policy",
+        "gpus",
+        "u_fwd",
+        "u_bwd",
+        "update",
+        "reduce",
+        "slots",
+        "residency",
+        "writeback",
+        "prefetch_depth",
+    )
     values = [getattr(plan, name, None) for name in fields]
     return "-".join(str(getattr(value, "value", value)) for value in values if value is not None)
 
@@ -240,7 +266,7 @@ def train_in_pieces(workload: Workload, cut: Sequence[Sequence[Interval]], steps
 
 def cut_of(plan: Plan) -> list[list[Interval]]:
     """The microbatches of each GPU; a pipeline's are all one GPU's."""
-    gpus = 1 if plan.policy is Policy.HARMONY_PP else plan.gpus
+    gpus = plan.gpus if plan.policy.splits_minibatch else 1
     return [pieces(*share, plan.u_bwd) for share in shares(plan.minibatch, gpus)]
 
 

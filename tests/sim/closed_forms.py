@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
+from sim.builders.stages import cut_stages
 from sim.plan import HarmonyPlan, PagedPlan, Plan, Policy, Reduce, Residency, UpdateOn, Writeback, pieces, shares
 from sim.schedule import Schedule, TaskKind, TensorKind
 from traces.costs import Costs
@@ -27,12 +29,12 @@ def moved(schedule: Schedule) -> Moved:
 def closed_forms(plan: Plan, costs: Costs) -> Moved:
     """For untied, trained layers whose sizes grow in proportion to the microbatch.
 
-    Harmony plans of at least two backward packs, with enough slots; ``dp-swap``
-    with ``residency`` none or (at least two layers) next.
+    Harmony plans of at least two backward packs, with enough slots; baselines without prefetch, with ``residency`` none
+    or (at least two layers a GPU) next.
     """
-    letters = Letters(plan, costs)
     if isinstance(plan, PagedPlan):
-        return _dp_swap(plan, letters)
+        return _paged(plan, costs)
+    letters = Letters(plan, costs)
     in_pipeline = plan.policy is Policy.HARMONY_PP and plan.gpus > 1
     return _pipeline(plan, letters) if in_pipeline else _data_parallel(plan, letters)
 
@@ -133,39 +135,101 @@ def _pipeline(plan: HarmonyPlan, s: Letters) -> Moved:
     }
 
 
-def _dp_swap(plan: PagedPlan, s: Letters) -> Moved:
-    gpus, last = plan.gpus, s.last
-    m = sum(len(pieces(*share, plan.u_bwd)) for share in shares(plan.minibatch, gpus))
+class _Stage(NamedTuple):
+    """What one GPU of a plain schedule has: its layers, its microbatches, and how many of them it starts ahead."""
+
+    first: int
+    last: int
+    sizes: list[int]
+    ahead: int
+
+    @property
+    def turns_round(self) -> int:
+        """How often a backward of the last layer follows a forward of it; a forward of the first layer follows a
+        backward of it once less."""
+        return max(1, len(self.sizes) - self.ahead)
+
+
+def _turned_round(stage: _Stage, policy: Policy) -> int:
+    """Samples whose own backward follows their forward through the last layer."""
+    if policy is Policy.GPIPE_SWAP:
+        return stage.sizes[-1]
+    return sum(stage.sizes) if not stage.ahead or len(stage.sizes) == 1 else 0
+
+
+def _stages(plan: PagedPlan, costs: Costs) -> Iterator[_Stage]:
+    if plan.policy is Policy.DP_SWAP:
+        for share in shares(plan.minibatch, plan.gpus):
+            yield _Stage(0, costs.layer_count - 1, _sizes(*share, plan.u_fwd), 0)
+        return
+    sizes = _sizes(0, plan.minibatch, plan.u_fwd)
+    for gpu, (first, last) in enumerate(cut_stages(costs, plan.gpus, sizes[0])):
+        all_ahead = plan.policy is Policy.GPIPE_SWAP
+        yield _Stage(first, last, sizes, len(sizes) - 1 if all_ahead else min(plan.gpus - 1 - gpu, len(sizes)))
+
+
+def _sizes(start: int, stop: int, u: int) -> list[int]:
+    return [end - begin for begin, end in pieces(start, stop, u)]
+
+
+def _paged(plan: PagedPlan, costs: Costs) -> Moved:
+    """The sum over GPUs. With ``residency`` next every one needs two layers."""
+    total: Moved = {kind: Counter() for kind in _COPIES}
+    for stage in _stages(plan, costs):
+        for kind, sizes in _stage_moves(stage, plan, costs).items():
+            total[kind].update(sizes)
+    if plan.policy is Policy.DP_SWAP:
+        gradients = costs.gradient_bytes(0, costs.layer_count - 1)
+        total[TaskKind.ALLREDUCE][TensorKind.GRADIENT] = 2 * (plan.gpus - 1) * gradients
+    return total
+
+
+def _stage_moves(stage: _Stage, plan: PagedPlan, costs: Costs) -> Moved:
+    first, last, m, samples = stage.first, stage.last, len(stage.sizes), sum(stage.sizes)
     always = plan.writeback is Writeback.ALWAYS
-    swapped_in = {
-        TensorKind.WEIGHT: (2 * m + gpus) * s.w,
-        TensorKind.BUFFER: 2 * m * s.b,
-        TensorKind.GRADIENT: m * s.dw,
-        TensorKind.OPTIMIZER_STATE: gpus * s.k,
-        TensorKind.STASH: sum(map(s.x, range(1, last + 1))),
-        TensorKind.DATA: 2 * s.x(0) + s.labels,
-    }
-    swapped_out = {
-        **swapped_in,
-        TensorKind.WEIGHT: (2 * m + gpus) * s.w if always else gpus * s.w,
-        TensorKind.BUFFER: 2 * m * s.b if always else m * s.b_changed,
-        TensorKind.DATA: s.x(0) if always else 0,
-    }
-    if plan.residency is Residency.NEXT:
-        first, end = (0, 0), (last, last)
-        kept = {
-            TensorKind.WEIGHT: m * (s.costs.weight_bytes(*first) + s.costs.weight_bytes(*end)),
-            TensorKind.BUFFER: m * s.costs.buffer_bytes(*end) + (m - gpus) * s.costs.buffer_bytes(*first),
-            TensorKind.GRADIENT: gpus * s.costs.gradient_bytes(*first),
-            TensorKind.STASH: s.x(last),
+    has_data, has_labels = first == 0, last == costs.layer_count - 1
+    data = samples * costs.input_bytes(0, 1) * has_data
+    labels = samples * costs.label_bytes(1) * has_labels
+    # The loss hands its labels on; other microbatches in between push them out.
+    again = sum(stage.sizes[:-1]) * costs.label_bytes(1) * (has_labels and plan.policy is Policy.GPIPE_SWAP)
+    weights, buffers = costs.weight_bytes(first, last), costs.buffer_bytes(first, last)
+    changed = sum(layer.buffer_bytes for layer in costs.trace.layers[first : last + 1] if layer.changes_buffers)
+
+    def stash(layer: int) -> int:
+        """Of a sample."""
+        remainder = 0 if plan.recompute else costs.remainder_bytes(layer, 1)
+        return remainder + (costs.input_bytes(layer, 1) if layer else 0)
+
+    swapped_in = Counter(
+        {
+            TensorKind.WEIGHT: (2 * m + 1) * weights,
+            TensorKind.BUFFER: 2 * m * buffers,
+            TensorKind.GRADIENT: m * costs.gradient_bytes(first, last),
+            TensorKind.OPTIMIZER_STATE: costs.optimizer_state_bytes(first, last),
+            TensorKind.STASH: samples * sum(map(stash, range(first, last + 1))),
+            TensorKind.DATA: 2 * data + labels + again,
         }
-        for kind, size in kept.items():
-            swapped_in[kind] -= size
-            if always or kind in (TensorKind.GRADIENT, TensorKind.STASH):  # weights and buffers that stay are clean
-                swapped_out[kind] -= size
+    )
+    if plan.residency is Residency.NEXT:
+        turns, own = stage.turns_round, (last, last)
+        swapped_in.subtract(
+            {
+                TensorKind.WEIGHT: turns * (costs.weight_bytes(first, first) + costs.weight_bytes(*own)),
+                TensorKind.BUFFER: turns * costs.buffer_bytes(*own) + (turns - 1) * costs.buffer_bytes(first, first),
+                TensorKind.GRADIENT: costs.gradient_bytes(first, first),
+                TensorKind.STASH: _turned_round(stage, plan.policy) * stash(last),
+            }
+        )
+    swapped_out = swapped_in.copy()
+    swapped_out[TensorKind.DATA] = data + again if always else 0
+    if not always:
+        swapped_out[TensorKind.WEIGHT], swapped_out[TensorKind.BUFFER] = weights, m * changed
+    passed = {
+        TensorKind.ACTIVATION: samples * costs.input_bytes(first, 1),
+        TensorKind.ACTIVATION_GRADIENT: samples * costs.input_gradient_bytes(first, 1),
+    }
     return {
-        TaskKind.SWAP_IN: Counter(swapped_in),
-        TaskKind.SWAP_OUT: Counter(swapped_out),
-        TaskKind.P2P: Counter(),
-        TaskKind.ALLREDUCE: Counter({TensorKind.GRADIENT: 2 * (gpus - 1) * s.dw}),
+        TaskKind.SWAP_IN: swapped_in,
+        TaskKind.SWAP_OUT: swapped_out,
+        TaskKind.P2P: Counter(passed if first > 0 else {}),
     }

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from executor.devices.emulated import EmulatedDevices, EmulatedQueue
 from executor.devices.facade import DeviceKind, Queue
-from executor.errors import DeviceError, DifferentModel, OutOfArena, TaskFailed, WorkspaceOverrun
+from executor.errors import CannotRun, DeviceError, DifferentModel, OutOfArena, TaskFailed, WorkspaceOverrun
 from executor.models.layers import decompose
 from executor.models.workloads import Workload
 from executor.running.lanes import lane_name
@@ -47,6 +47,7 @@ from tests.executor.training import (
     name_of,
     normalised_chain,
     one_step,
+    paged,
     plainly,
     plans,
     tied_chain,
@@ -65,7 +66,9 @@ CASES = [(chain, plan) for plan in CHAIN_PLANS] + [(gpt2, plan) for plan in GPT2
 
 
 def has_closed_forms(plan: Plan) -> bool:
-    return plan.residency is not Residency.LRU if isinstance(plan, PagedPlan) else plan.slots is None
+    if isinstance(plan, PagedPlan):
+        return plan.residency is not Residency.LRU and plan.prefetch_depth == 0
+    return plan.slots is None
 
 
 def cases(of: list[tuple[Make, Plan]]) -> Any:
@@ -103,14 +106,14 @@ class TestSeveralSteps:
     FROZEN = partial(chain, frozen=True)
 
     @pytest.mark.parametrize("make", [chain, FROZEN, tied_chain, gpt2], ids=["chain", "frozen", "tied", "gpt2"])
-    @pytest.mark.parametrize("policy", [Policy.HARMONY_DP, Policy.HARMONY_PP, Policy.DP_SWAP])
+    @pytest.mark.parametrize("policy", Policy)
     @pytest.mark.parametrize("update", UpdateOn)
     def test_of_adam_are_those_of_plain_training(self, make: Make, policy: Policy, update: UpdateOn) -> None:
         workload = make()
         last = len(decompose(workload.model, workload.loss_fn)) - 1
         packs = ((0, 0), (1, 1)), ((0, 0), (1, 1), (2, last))
-        if policy is Policy.DP_SWAP:
-            plan: Plan = dp_swap(2, 3, residency=Residency.NEXT if update is UpdateOn.CPU else Residency.LRU)
+        if policy.is_paged:
+            plan: Plan = paged(policy, 2, 3, residency=Residency.NEXT if update is UpdateOn.CPU else Residency.LRU)
         else:
             plan = harmony(policy, 2, (4, 2), packs, update=update)
         ran = train(workload, plan, steps=1, warmup_steps=1, optimizer=adam, state_tensors=2)
@@ -157,6 +160,8 @@ CUT_SENSITIVE = [
     harmony(Policy.HARMONY_PP, 2, (3, 3), ((), ((0, 6),))),
     *(dp_swap(2, 2, residency=residency) for residency in Residency),
     dp_swap(1, 3),
+    paged(Policy.GPIPE_SWAP, 2, 2, residency=Residency.NONE),
+    paged(Policy.ONE_F_ONE_B_SWAP, 3, 3),
 ]
 
 
@@ -175,6 +180,8 @@ def test_batch_norm_and_dropout_are_those_of_the_same_microbatches(plan: Plan) -
         harmony(Policy.HARMONY_PP, 3, (3, 3), (((0, 2),), ((0, 0), (1, 1), (2, 2), (3, 5)))),
         dp_swap(1, 3),
         dp_swap(3, 3),
+        paged(Policy.GPIPE_SWAP, 3, 3, residency=Residency.NEXT),
+        paged(Policy.ONE_F_ONE_B_SWAP, 2, 3),
     ],
     ids=name_of,
 )
@@ -218,6 +225,8 @@ def test_any_plan_trains_as_plain_pytorch_does_in_a_hostile_place(seed: int, mon
     monkeypatch.setattr("executor.running.run.open_devices", lambda kind, machine: HostileDevices(machine))
     workload = [chain, partial(chain, frozen=True), gpt2, tied_chain][seed % 4]()
     plan = random_case(seed, layers=len(decompose(workload.model, workload.loss_fn))).plan
+    if isinstance(plan, PagedPlan):
+        plan = msgspec.structs.replace(plan, recompute=True)
     expected = train_plainly(workload, minibatch=plan.minibatch)
     assert differences(train(workload, plan).trained, expected) == {}
 
@@ -285,6 +294,12 @@ class TestMemory:
         with pytest.raises(DoesNotFit) as refused:
             run_chain(schedule, machine=msgspec.structs.replace(machine, host=host))
         assert (refused.value.needed, refused.value.gpu) == (needed, None)
+
+
+@pytest.mark.parametrize("policy", [policy for policy in Policy if policy.is_paged])
+def test_schedules_without_recompute_are_for_the_simulator_alone(policy: Policy) -> None:
+    with pytest.raises(CannotRun, match="plan again with --recompute"):
+        run_chain(schedule_of(paged(policy, 2, 2, recompute=False)))
 
 
 class TestAnotherModel:

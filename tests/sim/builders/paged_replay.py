@@ -9,10 +9,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from sim.plan import PagedPlan, Policy
 from sim.schedule import Schedule, Task, TaskKind, TensorKind
 from traces.schema import Trace
+
+Name = tuple[TensorKind | Literal["saved"], int]
+"""What a task uses, and of which layer."""
 
 Place = tuple[Any, ...]
 """A buffer, ``("buffer", id)``, or a home tensor, ``("home", gpu, kind, layer or tied group, samples)``."""
@@ -78,6 +82,10 @@ class Replay:
             self.holds.pop(("buffer", number), None)
             self.held_bytes[self.schedule.buffers[number].gpu] -= self.schedule.buffers[number].bytes
 
+    def owner(self, task: Task) -> int | None:
+        """Whose store the task's home tensors are in: its GPU's own, or (None) the one of all."""
+        return task.gpu if self.schedule.plan.policy is Policy.DP_SWAP else None
+
     def places(self, task: Task) -> tuple[set[Place], set[Place]]:
         """Everything a task reads and writes, home tensors too."""
         assert set(task.reads + task.writes) <= self.live
@@ -90,12 +98,12 @@ class Replay:
         return reads, writes
 
     def homes(self, task: Task) -> set[Place]:
-        """The home tensors that a swap copies. A tied weight is one tensor per GPU."""
-        layer, kind = task.layer_first, task.tensor_kind
+        """The home tensors that a swap copies. A tied weight is one tensor per store."""
+        owner, layer, kind = self.owner(task), task.layer_first, task.tensor_kind
         if kind is not TensorKind.WEIGHT or layer == len(self.trace.layers):
-            return {("home", task.gpu, kind, layer, task.samples)}
-        tied = {("home", task.gpu, kind, each.group, None) for each in self.trace.layers[layer].tied}
-        return {("home", task.gpu, kind, layer, None)} | tied
+            return {("home", owner, kind, layer, task.samples)}
+        tied = {("home", owner, kind, each.group, None) for each in self.trace.layers[layer].tied}
+        return {("home", owner, kind, layer, None)} | tied
 
     def result(self, task: Task) -> dict[Place, Any]:
         """What a task leaves where, from what it reads now. Checks that it is what the task should find."""
@@ -107,6 +115,8 @@ class Replay:
             case TaskKind.SWAP_OUT:
                 contents = self.holds["buffer", task.reads[0]]
                 return {("buffer", task.writes[0]): contents} if task.writes else dict(contents)
+            case TaskKind.P2P:
+                return self.pass_on(task)
             case TaskKind.FORWARD:
                 return self.forward(task)
             case TaskKind.BACKWARD:
@@ -117,12 +127,24 @@ class Replay:
                 return self.update(task)
         raise AssertionError(f"{task} has no place in a paged schedule")
 
-    def by_name(self, numbers: tuple[int, ...]) -> dict[tuple[TensorKind, int], int]:
-        found = {}
+    def pass_on(self, task: Task) -> dict[Place, Any]:
+        """The same tensor on another GPU; what it sends as an activation it receives as the stash of its first
+        layer."""
+        (read,), (write,) = task.reads, task.writes
+        sent, received = self.schedule.buffers[read], self.schedule.buffers[write]
+        assert (sent.gpu, received.gpu) == (task.gpu, task.peer)
+        assert (sent.layer_first, sent.samples, sent.bytes) == (received.layer_first, received.samples, received.bytes)
+        kinds = {TensorKind.ACTIVATION: TensorKind.STASH}
+        assert received.kind is kinds.get(sent.kind, sent.kind)
+        return {("buffer", write): self.holds["buffer", read]}
+
+    def by_name(self, numbers: tuple[int, ...]) -> dict[Name, int]:
+        found: dict[Name, int] = {}
         for number in numbers:
             buffer = self.schedule.buffers[number]
-            assert (buffer.kind, buffer.layer_first) not in found
-            found[buffer.kind, buffer.layer_first] = number
+            name = "saved" if buffer.is_saved else buffer.kind
+            assert (name, buffer.layer_first) not in found
+            found[name, buffer.layer_first] = number
         return found
 
     def forward(self, task: Task) -> dict[Place, Any]:
@@ -136,9 +158,17 @@ class Replay:
             result["buffer", number] = {home: count + 1}
         writes.pop((TensorKind.WORKSPACE, layer))
         if layer < last:
-            result["buffer", writes.pop((TensorKind.STASH, layer + 1))] = ("x", layer + 1, task.samples)
+            kind = TensorKind.ACTIVATION if (TensorKind.ACTIVATION, layer + 1) in writes else TensorKind.STASH
+            result["buffer", writes.pop((kind, layer + 1))] = ("x", layer + 1, task.samples)
+        if not self.recomputes:
+            result["buffer", writes.pop(("saved", layer))] = ("saved", layer, task.samples)
         assert not writes
         return result
+
+    @property
+    def recomputes(self) -> bool:
+        assert isinstance(self.schedule.plan, PagedPlan)
+        return self.schedule.plan.recompute
 
     def backward(self, task: Task) -> dict[Place, Any]:
         layer, last = task.layer_first, len(self.trace.layers) - 1
@@ -148,6 +178,9 @@ class Replay:
         if incoming is not None:
             assert self.holds["buffer", incoming] == ("g", layer + 1, task.samples)
         assert (incoming is not None) is (layer < last)
+        assert task.recompute is self.recomputes
+        if not task.recompute:
+            assert self.holds["buffer", reads.pop(("saved", layer))] == ("saved", layer, task.samples)
         self.expect_inputs(task, reads)
         writes.pop((TensorKind.WORKSPACE, layer))
         result: dict[Place, Any] = {}
@@ -155,17 +188,17 @@ class Replay:
             result["buffer", writes.pop((TensorKind.ACTIVATION_GRADIENT, layer))] = ("g", layer, task.samples)
         if self.trace.layers[layer].gradient_bytes:
             number = writes.pop((TensorKind.GRADIENT, layer))
-            home = ("home", task.gpu, TensorKind.GRADIENT, layer, None)
+            home = ("home", self.owner(task), TensorKind.GRADIENT, layer, None)
             before = self.holds["buffer", number][home] if accumulated is not None else ()
             assert accumulated in (None, number)
             result["buffer", number] = {home: (*before, task.samples)}
         assert not writes
         return result
 
-    def expect_inputs(self, task: Task, reads: dict[tuple[TensorKind, int], int]) -> None:
+    def expect_inputs(self, task: Task, reads: dict[Name, int]) -> None:
         """Weights as they were before the step, the layer's buffers, its input and, for the loss, the labels."""
         layer, row = task.layer_first, self.trace.layers[task.layer_first]
-        expected = {(TensorKind.DATA if layer == 0 else TensorKind.STASH, layer)}
+        expected: set[Name] = {(TensorKind.DATA if layer == 0 else TensorKind.STASH, layer)}
         if row.weight_bytes:
             expected.add((TensorKind.WEIGHT, layer))
             assert set(self.holds["buffer", reads[TensorKind.WEIGHT, layer]].values()) == {0}
@@ -178,7 +211,7 @@ class Replay:
             assert self.holds["buffer", reads[TensorKind.STASH, layer]] == ("x", layer, task.samples)
         for (kind, of_layer), number in reads.items():
             if kind is TensorKind.DATA:
-                assert self.holds["buffer", number] == {("home", task.gpu, kind, of_layer, task.samples): 0}
+                assert self.holds["buffer", number] == {("home", self.owner(task), kind, of_layer, task.samples): 0}
 
     def all_reduce(self, task: Task) -> dict[Place, Any]:
         assert task.reads == task.writes

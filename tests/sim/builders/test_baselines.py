@@ -1,6 +1,7 @@
-"""The dp-swap baseline: what it does, the closed forms of what it moves, and that it computes the right thing."""
+"""The baselines: what they do, the closed forms of what they move, and that they compute the right thing."""
 
 from collections import Counter
+from functools import partial
 from itertools import product
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from sim.builders.baselines import build_paged
+from sim.builders.stages import cut_stages
 from sim.builders.store_bytes import store_bytes
 from sim.errors import DoesNotFit
 from sim.hardware.machine import Gpu, Host, Machine
@@ -20,9 +22,10 @@ from tests.sim.builders.paged_replay import Replay
 from tests.sim.closed_forms import closed_forms, moved
 from traces.costs import Costs
 from traces.schema import Trace
-from traces.synthetic import with_frozen, with_tied
+from traces.synthetic import skewed_trace, uniform_trace, with_frozen, with_tied
 
 PLENTY = 10**12
+BASELINES = [policy for policy in Policy if policy.is_paged]
 W, B, G, K = TensorKind.WEIGHT, TensorKind.BUFFER, TensorKind.GRADIENT, TensorKind.OPTIMIZER_STATE
 STASH, DATA = TensorKind.STASH, TensorKind.DATA
 
@@ -33,16 +36,31 @@ def machine(gpus: int, memory_bytes: int = PLENTY, host_bytes: int | None = None
     return Machine(name="test", host=host, gpus=(gpu,)).with_gpus(gpus)
 
 
-def dp_swap(minibatch: int, gpus: int, u: int, residency: Residency, writeback: Writeback) -> PagedPlan:
+def paged(
+    policy: Policy,
+    minibatch: int,
+    gpus: int,
+    u: int,
+    residency: Residency,
+    writeback: Writeback,
+    *,
+    recompute: bool = True,
+    prefetch_depth: int = 0,
+) -> PagedPlan:
     return PagedPlan(
-        policy=Policy.DP_SWAP,
+        policy=policy,
         minibatch=minibatch,
         gpus=gpus,
         u_fwd=u,
         u_bwd=u,
         residency=residency,
         writeback=writeback,
+        recompute=recompute,
+        prefetch_depth=prefetch_depth,
     )
+
+
+dp_swap = partial(paged, Policy.DP_SWAP)
 
 
 def swapped(schedule: Schedule, kind: TaskKind) -> Counter[TensorKind]:
@@ -121,33 +139,85 @@ def test_with_room_for_all_everything_comes_in_once_and_only_state_goes_out():
     assert swapped(schedule, TaskKind.SWAP_OUT) == {W: weights, K: states}
 
 
-CUTS = list(product(((1, 5), (2, 5), (3, 8)), (1, 2, 3), Writeback))
-GRID = [
-    *((layers, Residency.NONE, *cut) for layers in (1, 2, 4) for cut in CUTS),
-    *((layers, Residency.NEXT, *cut) for layers in (2, 4) for cut in CUTS),
+TRACES = [
+    odd_trace(2, changes_buffers=frozenset({0})),
+    uniform_trace(4),
+    skewed_trace(4, 6),
+    odd_trace(8, changes_buffers=frozenset({0, 6})),
 ]
+CUTS = [(5, 1), (5, 2), (8, 3), (6, 6)]
+"""Minibatch and microbatch: many and few, one, the last one smaller or not."""
 
 
-@pytest.mark.parametrize(("layers", "residency", "split", "u", "writeback"), GRID)
-def test_moved_bytes_equal_the_closed_forms(layers, residency, split, u, writeback):
-    gpus, minibatch = split
-    costs = Costs(odd_trace(layers, changes_buffers=frozenset({0})))
-    plan = dp_swap(minibatch, gpus, u, residency, writeback)
-    assert moved(build_paged(plan, costs, machine(gpus))) == closed_forms(plan, costs)
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("writeback", Writeback)
+@pytest.mark.parametrize("gpus", [1, 2, 3, 4])
+@pytest.mark.parametrize("policy", BASELINES)
+def test_moved_bytes_equal_the_closed_forms(policy, gpus, writeback, recompute):
+    compared: Counter[Residency] = Counter()
+    for costs, (minibatch, u), residency in product(map(Costs, TRACES), CUTS, (Residency.NONE, Residency.NEXT)):
+        plan = paged(policy, minibatch, gpus, u, residency, writeback, recompute=recompute)
+        if has_closed_form(plan, costs):
+            assert moved(build_paged(plan, costs, machine(gpus))) == closed_forms(plan, costs)
+            compared[residency] += 1
+    assert min(compared[Residency.NONE], compared[Residency.NEXT]) >= len(CUTS)
 
 
-@pytest.mark.parametrize(("split", "writeback"), list(product(((1, 5), (2, 5), (3, 8)), Writeback)))
-def test_lru_never_moves_more_than_none(split, writeback):
+def has_closed_form(plan: PagedPlan, costs: Costs) -> bool:
+    """A layer for each GPU, or two where the pager keeps what the next step touches."""
+    if plan.policy is Policy.DP_SWAP:
+        return True
+    if costs.layer_count < plan.gpus:
+        return False
+    stages = cut_stages(costs, plan.gpus, min(plan.u_fwd, plan.minibatch))
+    return plan.residency is Residency.NONE or all(last > first for first, last in stages)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("writeback", Writeback)
+@pytest.mark.parametrize("split", [(1, 5), (2, 5), (3, 8)])
+@pytest.mark.parametrize("policy", BASELINES)
+def test_lru_never_moves_more_than_none(policy, split, writeback, recompute):
     gpus, minibatch = split
     trace = odd_trace(4, changes_buffers=frozenset({1}))
-    bound = build_paged(dp_swap(minibatch, gpus, 2, Residency.NONE, writeback), Costs(trace), machine(gpus))
-    plan = dp_swap(minibatch, gpus, 2, Residency.LRU, writeback)
-    least = smallest_cap(trace, plan)
+    none, lru = (
+        paged(policy, minibatch, gpus, 2, residency, writeback, recompute=recompute)
+        for residency in (Residency.NONE, Residency.LRU)
+    )
+    bound = build_paged(none, Costs(trace), machine(gpus))
+    least = smallest_cap(trace, lru)
     for cap in (least, least + 50, least + 200, 2 * least, 4 * least, PLENTY):
-        schedule = build_paged(plan, Costs(trace), machine(gpus, cap))
+        schedule = build_paged(lru, Costs(trace), machine(gpus, cap))
         assert max(schedule.memory.gpu_peak_bytes) <= cap
         for kind in (TaskKind.SWAP_IN, TaskKind.SWAP_OUT):
             assert swapped(schedule, kind) <= swapped(bound, kind)
+
+
+@pytest.mark.parametrize("residency", [Residency.NONE, Residency.NEXT])
+@pytest.mark.parametrize("writeback", Writeback)
+@pytest.mark.parametrize("policy", BASELINES)
+def test_prefetching_never_moves_more_where_little_is_kept(policy, writeback, residency):
+    trace = odd_trace(6, changes_buffers=frozenset({1}))
+    late = paged(policy, 6, 2, 2, residency, writeback)
+    least = smallest_cap(trace, late)
+    for cap, depth in product((least, least + 50, 2 * least, 4 * least, PLENTY), (1, 2, 4, 100)):
+        early = build_paged(replace(late, prefetch_depth=depth), Costs(trace), machine(2, cap))
+        bound = build_paged(late, Costs(trace), machine(2, cap))
+        assert max(early.memory.gpu_peak_bytes) <= cap
+        for kind in (TaskKind.SWAP_IN, TaskKind.SWAP_OUT):
+            assert swapped(early, kind).total() <= swapped(bound, kind).total()
+
+
+def test_what_is_prefetched_comes_in_before_the_step_before_it():
+    """Layers 0 and 1 are on GPU 0, the others on GPU 1, which is slower."""
+    plan = paged(Policy.GPIPE_SWAP, 2, 2, 1, Residency.NONE, Writeback.DROP, prefetch_depth=1)
+    shown = names(build_paged(plan, Costs(uniform_trace(5)), machine(2)))
+    for early, late in (
+        ("swap_in weight 1 on gpu 0 swap_in", "forward 0 m0 on gpu 0 compute"),
+        ("p2p activation 2 m1 on gpu 0 p2p_out", "forward 4 m0 on gpu 1 compute"),
+        ("swap_in optimizer_state 1 on gpu 0 swap_in", "update 0 on gpu 0 compute"),
+    ):
+        assert shown.index(early) < shown.index(late)
 
 
 def test_gradients_are_reduced_when_all_gpus_have_theirs_and_leave_only_then():
@@ -209,13 +279,17 @@ def odd_cases(draw: st.DrawFn) -> tuple[Trace, PagedPlan]:
             rows[layer] = replace(rows[layer], weight_bytes=size, gradient_bytes=size, optimizer_state_bytes=0)
     updated = {at for at in range(layers) if at not in weightless}
     times = tuple(row for row in trace.times if not row.phase.is_update or row.layer in updated)
-    gpus = draw(st.integers(1, 3))
-    plan = dp_swap(
+    policy = draw(st.sampled_from(BASELINES))
+    gpus = draw(st.integers(1, 3 if policy is Policy.DP_SWAP else min(3, layers)))
+    plan = paged(
+        policy,
         draw(st.integers(gpus, 7)),
         gpus,
         draw(st.integers(1, 3)),
         draw(st.sampled_from(Residency)),
         draw(st.sampled_from(Writeback)),
+        recompute=draw(st.booleans()),
+        prefetch_depth=draw(st.sampled_from((0, 1, 2, 5))),
     )
     return replace(trace, layers=tuple(rows), times=times), plan
 
@@ -239,18 +313,19 @@ def test_any_timing_computes_a_whole_step_within_the_planned_memory(case, spare,
 
 
 def check_state_at_home(replay: Replay, trace: Trace, plan: PagedPlan) -> None:
-    """Every GPU's copy of every trained weight is new, and its buffers have seen each of its microbatches once."""
+    """In every store each trained weight is new, and buffers have seen each of its microbatches once."""
     costs = Costs(trace)
-    for gpu, share in enumerate(shares(plan.minibatch, plan.gpus)):
+    private = list(enumerate(shares(plan.minibatch, plan.gpus)))
+    for store, share in private if plan.policy is Policy.DP_SWAP else [(None, (0, plan.minibatch))]:
         for layer, row in enumerate(trace.layers):
             if costs.updates(layer):
-                assert replay.holds["home", gpu, W, layer, None] == 1
-                assert replay.holds["home", gpu, K, layer, None] == 1
+                assert replay.holds["home", store, W, layer, None] == 1
+                assert replay.holds["home", store, K, layer, None] == 1
             if row.changes_buffers and row.buffer_bytes:
-                assert replay.holds["home", gpu, B, layer, None] == len(pieces(*share, plan.u_fwd))
+                assert replay.holds["home", store, B, layer, None] == len(pieces(*share, plan.u_fwd))
         for group, members in trace.tied_groups.items():
             if costs.updates(members[0]):
-                assert replay.holds["home", gpu, W, group, None] == 1
+                assert replay.holds["home", store, W, group, None] == 1
 
 
 def test_a_tied_weight_is_updated_before_a_layer_with_weights_of_its_own_takes_it_in_again():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from sim.hardware.machine import Machine
-from sim.plan import HarmonyPlan, Policy, Reduce, UpdateOn
+from sim.plan import HarmonyPlan, Policy, Reduce, UpdateOn, Writeback
 from sim.planner.candidates import Candidates, Sizes, paged_candidates
 from sim.planner.estimates import Estimator
 from sim.planner.harmony_candidates import harmony_candidates
@@ -113,7 +115,9 @@ def test_updates_run_where_the_trace_says_how_long_they_take() -> None:
     with pytest.raises(TraceError):
         harmony(DP, without(Phase.UPDATE_GPU), 4, machine, Space(update=(UpdateOn.GPU,)))
     with pytest.raises(TraceError):
-        paged_candidates(4, 2, Costs(without(Phase.UPDATE_GPU)), Space(), Estimator(Costs(TRACE), machine))
+        paged_candidates(
+            Policy.DP_SWAP, 4, 2, Costs(without(Phase.UPDATE_GPU)), Space(), Estimator(Costs(TRACE), machine)
+        )
 
 
 def test_sizes_reach_to_the_largest_share() -> None:
@@ -140,7 +144,21 @@ def test_a_size_whose_remainder_the_trace_lacks_is_left_out() -> None:
 @pytest.mark.parametrize(("space", "sizes"), [(Space(u_fwd=(1, 2)), {1, 2}), (Space(u_fwd=(1, 2), u_bwd=(2, 3)), {2})])
 def test_paged_plans_cut_both_ways_alike(space: Space, sizes: set[int]) -> None:
     machine = separate_links(gpus=2)
-    candidates = paged_candidates(8, 2, Costs(TRACE), space, Estimator(Costs(TRACE), machine))
+    candidates = paged_candidates(Policy.DP_SWAP, 8, 2, Costs(TRACE), space, Estimator(Costs(TRACE), machine))
     assert {(plan.u_fwd, plan.u_bwd) for plan in map(candidates.plan, range(candidates.count))} == {
         (u, u) for u in sizes
     }
+
+
+@pytest.mark.parametrize(
+    ("policy", "most"), [(Policy.DP_SWAP, 2), (Policy.GPIPE_SWAP, 4), (Policy.ONE_F_ONE_B_SWAP, 4)]
+)
+def test_a_baseline_is_tried_with_every_size_with_and_without_recompute_and_prefetch(policy: Policy, most: int) -> None:
+    """Of a GPU's share, or in a pipeline of the minibatch."""
+    machine = separate_links(gpus=2)
+    candidates = paged_candidates(policy, 4, 2, Costs(TRACE), Space(), Estimator(Costs(TRACE), machine))
+    found = [candidates.plan(number) for number in range(candidates.count)]
+    assert {plan.policy for plan in found} == {policy}
+    tried = {(plan.u_fwd, plan.writeback, plan.recompute, plan.prefetch_depth) for plan in found}
+    assert tried == set(product(range(1, most + 1), Writeback, (True, False), (0, 1, 4, 16)))
+    assert len(found) == len(tried)

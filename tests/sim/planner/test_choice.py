@@ -32,6 +32,9 @@ PAGED = PagedPlan(policy=Policy.DP_SWAP, minibatch=8, gpus=2, u_fwd=1, u_bwd=1)
         ({"slots": 4}, False, True),
         ({"residency": Residency.LRU}, True, True),
         ({"residency": Residency.NONE}, True, False),
+        ({"recompute": True, "prefetch_depth": 0}, True, True),
+        ({"recompute": False}, True, False),
+        ({"prefetch_depth": 1}, True, False),
     ],
 )
 def test_a_plan_agrees_with_all_that_is_fixed_and_that_it_has(

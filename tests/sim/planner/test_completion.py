@@ -65,9 +65,10 @@ def test_fixed_packs_stay_and_open_ones_grow_beside_them() -> None:
     assert [(len(plan.packs_bwd), len(plan.packs_fwd)) for plan in found] == [(3, 2)]
 
 
-def test_dp_swap_has_one_completion() -> None:
-    found = plans(Policy.DP_SWAP, u_fwd=2)
-    assert found == [PagedPlan(policy=Policy.DP_SWAP, minibatch=8, gpus=2, u_fwd=2, u_bwd=2)]
+@pytest.mark.parametrize("policy", [policy for policy in Policy if policy.is_paged])
+def test_a_baseline_has_one_completion(policy: Policy) -> None:
+    found = plans(policy, u_fwd=2, recompute=False)
+    assert found == [PagedPlan(policy=policy, minibatch=8, gpus=2, u_fwd=2, u_bwd=2, recompute=False)]
 
 
 def test_the_first_that_fits_is_built() -> None:

@@ -75,16 +75,19 @@ def harmony_plans(draw: st.DrawFn, gpus: int, layers: int) -> HarmonyPlan:
 
 
 @st.composite
-def paged_plans(draw: st.DrawFn, gpus: int) -> PagedPlan:
+def paged_plans(draw: st.DrawFn, gpus: int, layers: int) -> PagedPlan:
     u = draw(st.integers(1, 8))
+    policies = [policy for policy in Policy if policy.is_paged and (policy.splits_minibatch or gpus <= layers)]
     return PagedPlan(
-        policy=Policy.DP_SWAP,
+        policy=draw(st.sampled_from(policies)),
         minibatch=draw(st.integers(gpus, 8)),
         gpus=gpus,
         u_fwd=u,
         u_bwd=u,
         residency=draw(st.sampled_from(Residency)),
         writeback=draw(st.sampled_from(Writeback)),
+        recompute=draw(st.booleans()),
+        prefetch_depth=draw(st.sampled_from((0, 0, 1, 4))),
     )
 
 
@@ -110,5 +113,5 @@ def test_no_harmony_plan_beats_its_bound(data: st.DataObject) -> None:
 def test_no_paged_plan_beats_its_bound(data: st.DataObject) -> None:
     costs = Costs(data.draw(linear_traces(tied=True, frozen=True)))
     machine = data.draw(machines())
-    plan = data.draw(paged_plans(len(machine.gpus)))
+    plan = data.draw(paged_plans(len(machine.gpus), costs.layer_count))
     assert Estimator(costs, machine).lower_bound_ns(plan) <= simulated_ns(plan, costs, machine)

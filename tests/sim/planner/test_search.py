@@ -71,16 +71,19 @@ def all_harmony_plans(policy: Policy, minibatch: int, costs: Costs, machine: Mac
                 )  # fmt: skip
 
 
-def all_paged_plans(minibatch: int, gpus: int) -> Iterator[PagedPlan]:
-    for u, writeback in product(range(1, shares(minibatch, gpus)[0][1] + 1), Writeback):
+def all_paged_plans(policy: Policy, minibatch: int, gpus: int) -> Iterator[PagedPlan]:
+    """With every microbatch size, and prefetch as deep as is tried."""
+    most = shares(minibatch, gpus)[0][1] if policy is SWAP else minibatch
+    for u, writeback, recompute, depth in product(range(1, most + 1), Writeback, (True, False), (0, 1, 4, 16)):
         yield PagedPlan(
-            policy=SWAP, minibatch=minibatch, gpus=gpus, u_fwd=u, u_bwd=u, residency=Residency.LRU, writeback=writeback
-        )
+            policy=policy, minibatch=minibatch, gpus=gpus, u_fwd=u, u_bwd=u, residency=Residency.LRU,
+            writeback=writeback, recompute=recompute, prefetch_depth=depth,
+        )  # fmt: skip
 
 
 def all_plans(policy: Policy, minibatch: int, costs: Costs, machine: Machine) -> list[Plan]:
-    if policy is SWAP:
-        return list(all_paged_plans(minibatch, len(machine.gpus)))
+    if policy.is_paged:
+        return list(all_paged_plans(policy, minibatch, len(machine.gpus)))
     return list(all_harmony_plans(policy, minibatch, costs, machine))
 
 
@@ -146,8 +149,8 @@ def test_no_candidate_beats_any_bound(trace: Trace, machine: Machine, minibatch:
     """Bounds of pairs of halves too, which are looser than those of plans."""
     costs = Costs(trace)
     estimator = Estimator(costs, machine)
-    if policy is SWAP:
-        candidates = paged_candidates(minibatch, len(machine.gpus), costs, Space(), estimator)
+    if policy.is_paged:
+        candidates = paged_candidates(policy, minibatch, len(machine.gpus), costs, Space(), estimator)
     else:
         candidates = harmony_candidates(policy, minibatch, costs, machine, Space(), Refusals())
     for number in range(0, candidates.count, 1 + candidates.count // 12):
@@ -203,7 +206,7 @@ def test_a_gpu_too_small_for_any_pack_is_one_error_that_says_what_to_change() ->
     with pytest.raises(NothingFits) as refusal:
         search(TRACES["uniform"], one_uplink(2, memory_bytes=5_000_000), 4, policies=tuple(Policy))
     assert str(refusal.value).startswith("no plan fits:\n")
-    assert len(refusal.value.reasons) == 3
+    assert len(refusal.value.reasons) == len(Policy)
     for reason in refusal.value.reasons:
         assert "the cap is 4.77 MiB" in reason
         assert "--gpu-memory" in reason
@@ -212,7 +215,7 @@ def test_a_gpu_too_small_for_any_pack_is_one_error_that_says_what_to_change() ->
 def test_a_host_too_small_for_all_state_is_an_error_that_says_what_to_change() -> None:
     with pytest.raises(NothingFits) as refusal:
         search(TRACES["uniform"], one_uplink(2, host_bytes=40_000_000), 4, policies=tuple(Policy))
-    assert [Reason.HOST.value in reason for reason in refusal.value.reasons] == [True] * 3
+    assert [Reason.HOST.value in reason for reason in refusal.value.reasons] == [True] * len(Policy)
     assert all("--host-memory" in reason for reason in refusal.value.reasons)
 
 
@@ -236,6 +239,13 @@ def test_fewer_samples_than_gpus_leave_only_the_pipeline() -> None:
     found = search(TRACES["uniform"], MACHINES["uplink"], 2, policies=(DP, PP))
     assert list(found.best_by_policy) == [PP]
     assert [(each.policy, each.reason) for each in found.refusals] == [(DP, Reason.PLAN)]
+
+
+def test_fewer_layers_than_gpus_leave_out_the_plain_pipelines() -> None:
+    pipelines = (Policy.GPIPE_SWAP, Policy.ONE_F_ONE_B_SWAP)
+    found = search(uniform_trace(2), MACHINES["uplink"], 3, policies=(SWAP, *pipelines))
+    assert list(found.best_by_policy) == [SWAP]
+    assert [(each.policy, each.reason) for each in found.refusals] == [(each, Reason.PLAN) for each in pipelines]
 
 
 def test_on_one_gpu_a_pipeline_is_not_searched_twice() -> None:
