@@ -7,9 +7,10 @@ the lane and the task. No thread outlives :meth:`LaneRunner.run`.
 
 from __future__ import annotations
 
+import signal
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
@@ -84,20 +85,23 @@ class LaneRunner:
             for lane, stops in self._stops.items()
         ]
         started = []
-        try:
-            for thread in threads:
-                thread.start()
-                started.append(thread)
-            self._devices.begin()
-            step.start()
-            if threads:
-                step.idle.get()
-        except BaseException:
-            step.give_up()
-            raise
-        finally:
-            for thread in started:
-                thread.join()
+        with _interrupts(step.interrupt):
+            try:
+                for thread in threads:
+                    thread.start()
+                    started.append(thread)
+                self._devices.begin()
+                step.start()
+                if threads:
+                    step.idle.get()
+                if step.interrupted:
+                    raise KeyboardInterrupt
+            except BaseException:
+                step.give_up()
+                raise
+            finally:
+                for thread in started:
+                    thread.join()
         if step.failure is not None:
             with suppress(RuntimeError):  # a broken device says so once more
                 self._devices.finish()
@@ -106,15 +110,29 @@ class LaneRunner:
         return step.walked
 
 
+@contextmanager
+def _interrupts(notify: Callable[[], object]) -> Iterator[None]:
+    """Let Ctrl-C call ``notify``, where it would raise KeyboardInterrupt at any point of the main thread, while it
+    waits for its lanes to end, say. Handlers that someone else has set stay."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: notify())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class _Step:
     """One step on its way."""
 
     def __init__(self, tasks: int, lanes: int, devices: Devices, memory: Memory, perform: Perform, number: int) -> None:
         self.walked = Walked(tasks)
         self.failure: TaskFailed | None = None
-        # The main thread may be interrupted at any point. An Event would then perhaps stay locked for ever, and the
-        # lanes with it; these queues are atomic.
-        self.idle: SimpleQueue[None] = SimpleQueue()
+        self.interrupted = False
+        self.idle: SimpleQueue[None] = SimpleQueue()  # as a handler of signals needs it: unlike Event, reentrant
         self._go: SimpleQueue[None] = SimpleQueue()
         self._devices, self._memory, self._perform, self._number = devices, memory, perform, number
         self._ended = [threading.Event() for _ in range(tasks)]
@@ -148,6 +166,11 @@ class _Step:
         """Let all lanes go."""
         for _ in range(self._lanes):
             self._go.put(None)
+
+    def interrupt(self) -> None:
+        """Wake whoever waits for the step."""
+        self.interrupted = True
+        self.idle.put(None)
 
     def give_up(self) -> None:
         """Let all lanes stop at their next wait."""
