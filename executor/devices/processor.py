@@ -9,6 +9,7 @@ duration at about that moment. So what a profile measured still holds when a run
 from __future__ import annotations
 
 import ctypes
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -34,15 +35,19 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt(3)
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Operators of torch stay in their caller's thread, to be put back afterwards; and freed memory stays with the
-    process, since fetching it again from the system page by page takes time that differs from run to run."""
-    threads = torch.get_num_threads()
+    """Operators of torch stay in their caller's thread, and Python does not look for garbage (which takes tens of
+    milliseconds of whatever runs just then), until both are put back afterwards. And freed memory stays with the
+    process: fetching it again from the system page by page takes time that differs from run to run."""
+    threads, collects = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)
+    gc.disable()
     _keep_freed_memory()
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+        if collects:
+            gc.enable()
 
 
 def _keep_freed_memory() -> None:

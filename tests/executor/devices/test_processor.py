@@ -1,3 +1,4 @@
+import gc
 import time
 from collections.abc import Callable, Iterator
 
@@ -72,12 +73,17 @@ def test_the_yardstick_is_near_its_nominal_duration():
         assert 0.05 < min(measure() for _ in range(9)) / YARDSTICK_NS < 20
 
 
-def test_quiet_gives_threads_back():
+def test_quiet_gives_threads_and_the_collection_of_garbage_back():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         with quiet():
             assert torch.get_num_threads() == 1
+            assert not gc.isenabled()
+            with quiet():
+                pass
+            assert not gc.isenabled()
         assert torch.get_num_threads() == 2
+        assert gc.isenabled()
     finally:
         torch.set_num_threads(before)
