@@ -6,13 +6,16 @@ trained parameter takes part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..errors import ModelError, WorkloadError
+from traces.errors import HarmonyError
+
+from ..errors import ModelError
 from ..models.layers import LayerModel, LayerSpec
 from ..running.compute import Chance, GpuModel, LayerTensors
 from .likeness import likeness
@@ -47,19 +50,18 @@ def _repeat(tensor: Tensor, samples: int) -> Tensor:
     return tensor[torch.arange(samples, device=tensor.device) % len(tensor)]
 
 
-def check_batch(batch: object, samples: int) -> tuple[Tensor, Tensor]:
-    """A batch as a workload gave it. Raises WorkloadError unless it is two tensors of ``samples`` each."""
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise WorkloadError(f"the batch function returned {type(batch).__name__}; it must return (inputs, labels)")
-    for what, tensor in zip(("inputs", "labels"), batch, strict=True):
-        if not isinstance(tensor, Tensor):
-            raise WorkloadError(f"the batch's {what} are {type(tensor).__name__}; they must be one tensor")
-        if tensor.ndim == 0 or len(tensor) != samples:
-            raise WorkloadError(
-                f"the batch's {what} have shape {tuple(tensor.shape)}, but {samples} samples were asked for; the first "
-                "dimension must be the samples"
-            )
-    return batch[0], batch[1]
+@contextmanager
+def blamed(layer: LayerSpec, x: Tensor) -> Iterator[None]:
+    """What the layer's code raises while it works on ``x`` becomes a ModelError that names both."""
+    try:
+        yield
+    except HarmonyError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"layer {layer.name} ({layer.kind}) fails on an input of shape {tuple(x.shape)} and {x.dtype}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def probe(
@@ -110,33 +112,42 @@ class _First:
         return range(self.index, self.index + 1)
 
     def run(self) -> Found:
-        first, second = self._forward(seed=0), self._forward(seed=1)
-        self._check_output(first)
-        self._check_gradients(first)
-        return Found((self.index,), self.args, first, random=not torch.equal(first.nan_to_num(), second.nan_to_num()))
+        with blamed(self.layer, self.args[0]):
+            first, second = self._forward(self.args, seed=0), self._forward(self.args, seed=1)
+            self._check_output(first)
+            random = not torch.equal(first.nan_to_num(), second.nan_to_num())
+            self._check_gradients(first)
+            if self._is_loss and not random:
+                self._check_mean(first)
+        return Found((self.index,), self.args, first, random)
 
-    def _forward(self, seed: int) -> Tensor:
+    @property
+    def _is_loss(self) -> bool:
+        return len(self.args) > 1
+
+    def _forward(self, args: tuple[Tensor, ...], seed: int) -> Tensor:
         outputs: list[Tensor] = []
         chance = Chance(self.generator, seed, 0, 0)
-        tensors = {self.index: self.tensors}
-        try:
-            self.gpu.forward(self._run, self.args, tensors, chance, lambda _, x: outputs.append(x))
-        except ModelError:
-            raise
-        except Exception as error:
-            raise ModelError(
-                f"{self._place} fails on an input of shape {tuple(self.args[0].shape)} and {self.args[0].dtype}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        self.gpu.forward(self._run, args, {self.index: self.tensors}, chance, lambda _, x: outputs.append(x))
         return outputs[0]
+
+    def _check_mean(self, loss: Tensor) -> None:
+        """A step weighs each microbatch's loss by its samples. A mean stays as it is when every sample comes twice."""
+        twice = self._forward(tuple(torch.cat((tensor, tensor)) for tensor in self.args), seed=0)
+        once, twice = loss.double(), twice.double()
+        if not torch.isclose(once, twice, rtol=0.05, atol=1e-6, equal_nan=True):
+            raise ModelError(
+                f"the loss of {len(self.args[0])} sample(s) is {once.item():.6g}, and of the same ones twice "
+                f"{twice.item():.6g}; it must be the mean over the samples (such as reduction='mean')"
+            )
 
     def _check_output(self, output: Tensor) -> None:
         shape, samples = tuple(output.shape), len(self.args[0])
         if output.layout is not torch.strided:
             raise ModelError(f"{self._place} returns a tensor of layout {output.layout}; it must be dense")
-        if len(self.args) > 1 and shape:
+        if self._is_loss and shape:
             raise ModelError(f"the loss has shape {shape}; it must be a scalar, the mean over the samples")
-        if len(self.args) == 1 and (not shape or shape[0] != samples):
+        if not self._is_loss and (not shape or shape[0] != samples):
             raise ModelError(
                 f"{self._place} makes shape {shape} of {samples} sample(s); the first dimension must be the samples, "
                 "as microbatches are cut there"
@@ -146,11 +157,14 @@ class _First:
         weights, trained = self.tensors.weights, list(self.tensors.gradients)
         reached: set[str] = set()
         hooks = [_note_gradient(weights[name], name, reached) for name in trained]
-        gradient = 1.0 if len(self.args) > 1 else torch.ones_like(output)
+        gradient = 1.0 if self._is_loss else torch.ones_like(output)
         chance = Chance(self.generator, 0, 0, 0)
-        self.gpu.backward(self._run, self.args, gradient, {self.index: self.tensors}, chance, first_time=False)
+        tensors = {self.index: self.tensors}
+        of_input, _ = self.gpu.backward(self._run, self.args, gradient, tensors, chance, first_time=False)
         for hook in hooks:
             hook()
+        if self._is_loss and of_input is None:
+            raise ModelError("the loss does not depend on the model's output: no gradient reaches it; do not detach it")
         unused = [self.layer.parameters[name].qualified for name in trained if name not in reached]
         if unused:
             raise ModelError(

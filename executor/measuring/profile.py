@@ -26,7 +26,7 @@ from ..reporting import Progress, silent
 from ..running.compute import Chance, GpuModel, LayerTensors
 from ..running.optimizer import OptimizerFactory, PackOptimizer
 from .bench import LayerBench, UpdateBench, layer_tensors
-from .probe import Found, check_batch, probe
+from .probe import Found, blamed, probe
 from .sampling import Clock, Sampled, cuda_clock, sample, summarise, wall_clock
 from .sizes import LayerBytes, measure_sizes
 
@@ -83,7 +83,8 @@ class _Profiler:
         self._model = decompose(workload.model, workload.loss_fn)
         trained = [parameter for parameter in workload.model.parameters() if parameter.requires_grad]
         if not trained:
-            raise WorkloadError(f"{workload.name}: every parameter is frozen; there is nothing to train")
+            what = "every parameter is frozen" if any(True for _ in workload.model.parameters()) else "no parameters"
+            raise WorkloadError(f"{workload.name}: {what}; there is nothing to train")
         self._optimizer = PackOptimizer(optimizer(trained))
         self._gpu = GpuModel(self._model)
         self._clock: Clock = SteadyClock() if device.type == "cpu" else cuda_clock(device)
@@ -95,7 +96,7 @@ class _Profiler:
     def trace(self, warmups: int, repeats: int, budget_s: float, progress: Progress) -> Trace:
         progress(0.0, "checking the model")
         few = self._microbatches[0]
-        inputs, labels = check_batch(self._workload.batch(few, 0), few)
+        inputs, labels = self._workload.checked_batch(few, 0)
         found = probe(
             self._model, inputs.to(self._device), labels.to(self._device), self._tensors_of, self._chance.generator
         )
@@ -128,7 +129,9 @@ class _Profiler:
             first = kind.layers[0]
             progress(_SIZES_SHARE * at / len(found), f"memory of {self._model.layers[first].name}")
             for u in self._microbatches:
-                measured = measure_sizes(self._model, first, kind.inputs_for(u), self._tensors_of(first), self._chance)
+                inputs = kind.inputs_for(u)
+                with blamed(self._model.layers[first], inputs[0]):
+                    measured = measure_sizes(self._model, first, inputs, self._tensors_of(first), self._chance)
                 rows.update({(layer, u): measured for layer in kind.layers})
         return tuple(SizeRow(layer=layer, microbatch=u, **asdict(rows[layer, u])) for layer, u in sorted(rows))
 
@@ -172,12 +175,20 @@ class _Profiler:
         return tuple(rows), len(durations[0])
 
     def _forward(self, benches: Sequence[LayerBench], kind: Found, u: int) -> Callable[[int], int]:
-        return lambda number: benches[number % len(benches)].forward_ns(kind.inputs_for(u), self._clock)
+        def work(number: int) -> int:
+            inputs = kind.inputs_for(u)
+            with blamed(self._model.layers[kind.layers[0]], inputs[0]):
+                return benches[number % len(benches)].forward_ns(inputs, self._clock)
+
+        return work
 
     def _forward_and_backward(self, benches: Sequence[LayerBench], kind: Found, u: int) -> Callable[[int], int]:
-        return lambda number: benches[number % len(benches)].forward_and_backward_ns(
-            kind.inputs_for(u), kind.output_gradient_for(u), self._clock
-        )
+        def work(number: int) -> int:
+            inputs, gradient = kind.inputs_for(u), kind.output_gradient_for(u)
+            with blamed(self._model.layers[kind.layers[0]], inputs[0]):
+                return benches[number % len(benches)].forward_and_backward_ns(inputs, gradient, self._clock)
+
+        return work
 
     def _update(self, benches: Sequence[UpdateBench], *, on_host: bool) -> Callable[[int], int]:
         if on_host:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..errors import WorkloadError
@@ -37,6 +38,28 @@ class Workload:
     model: nn.Module
     loss_fn: LossFunction
     batch: BatchFunction
+
+    def checked_batch(self, samples: int, seed: int) -> tuple[Tensor, Tensor]:
+        """A batch. Raises WorkloadError unless the batch function makes two tensors of ``samples`` each."""
+        try:
+            batch: object = self.batch(samples, seed)
+        except Exception as error:
+            raise WorkloadError(
+                f"{self.name}: its batch function, called with ({samples}, {seed}) for (samples, seed), failed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise WorkloadError(f"the batch function returned {_describe(batch)}; it must return (inputs, labels)")
+        inputs, labels = batch
+        for what, tensor in (("inputs", inputs), ("labels", labels)):
+            if not isinstance(tensor, Tensor):
+                raise WorkloadError(f"the batch's {what} are {type(tensor).__name__}; they must be one tensor")
+            if tensor.ndim == 0 or len(tensor) != samples:
+                raise WorkloadError(
+                    f"the batch's {what} have shape {tuple(tensor.shape)}, but {samples} samples were asked for; the "
+                    "first dimension must be the samples"
+                )
+        return inputs, labels
 
 
 def adam(parameters: Any) -> Optimizer:
@@ -214,7 +237,8 @@ def _from_user_code(spec: str) -> Workload:
     module = _import(spec, module_name)
     function = getattr(module, function_name, None)
     if not callable(function):
-        near = _did_you_mean(function_name, (name for name in vars(module) if not name.startswith("_")))
+        callables = (name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
+        near = _did_you_mean(function_name, callables)
         raise WorkloadError(f"{spec}: {module_name} has no callable {function_name!r}{near}")
     try:
         made = function()
@@ -222,12 +246,22 @@ def _from_user_code(spec: str) -> Workload:
         raise WorkloadError(f"{spec}: calling it failed: {type(error).__name__}: {error}") from error
     match made:
         case (nn.Module() as model, loss_fn, batch) if callable(loss_fn) and callable(batch):
+            _check_values(spec, model)
             return Workload(spec, model, loss_fn, batch)
         case _:
             raise WorkloadError(
                 f"{spec}: it returned {_describe(made)}; expected (model: nn.Module, loss_fn(logits, labels), "
                 "batch_fn(n, seed) -> (inputs, labels))"
             )
+
+
+def _check_values(spec: str, model: nn.Module) -> None:
+    """Every parameter and buffer has values."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise WorkloadError(f"{spec}: {name} has no shape yet; call the model on a batch before you return it")
+        if tensor.is_meta:
+            raise WorkloadError(f"{spec}: {name} is on device meta, without values; make the model on the CPU")
 
 
 def _import(spec: str, module_name: str) -> Any:

@@ -62,7 +62,7 @@ def run(
     warmed_up = Overruns()
     for number in range(total):
         progress(number / total, f"step {number + 1} of {total}" + (", warming up" if number < warmup_steps else ""))
-        inputs, labels = workload.batch(schedule.plan.minibatch, seed + number)
+        inputs, labels = workload.checked_batch(schedule.plan.minibatch, seed + number)
         if number == warmup_steps:
             warmed_up = session.overruns
         results.append(session.step(inputs, labels, check_memory=number < warmup_steps))

@@ -75,7 +75,7 @@ def quick(workload: Workload, *sizes: int, **options) -> Trace:
 class TestSizes:
     def test_of_linear_and_relu_are_those_counted_by_hand(self):
         workload = regression(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
-        trace = quick(replace(workload, loss_fn=lambda logits, labels: logits.sum()), 2, 5)
+        trace = quick(replace(workload, loss_fn=lambda logits, labels: logits.mean()), 2, 5)
         sizes = {(row.layer, row.microbatch): row for row in trace.sizes}
         for u in (2, 5):
             x0, x1, x3 = 4 * 4 * u, 4 * 3 * u, 4 * 2 * u
@@ -263,6 +263,16 @@ class Wrong(nn.Module):
         return self.change(x)
 
 
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+        raise ValueError("no way back")
+
+
 class WithUnused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -281,6 +291,8 @@ class TestRefusals:
             (Wrong(lambda x: x.t()), r"layer 1 \(Wrong\) makes shape \(4, 3\) of 3 sample"),
             (Wrong(lambda x: x.to_sparse()), r"layer 1 .* layout torch.sparse_coo"),
             (nn.Linear(5, 2), r"layer 1 \(Linear\) fails on an input of shape \(3, 4\).*RuntimeError"),
+            (Wrong(Broken.apply), r"layer 1 \(Wrong\) fails on an input of shape \(3, 4\).*ValueError: no way back"),
+            (Wrong(lambda x: x.add_(1)), r"layer 1 \(Wrong\) fails on an input of shape \(3, 4\).*in-place"),
             (WithUnused(), r"layer 1 .* does not use its parameter\(s\) 1\.unused\.weight, 1\.unused\.bias"),
         ],
     )
@@ -288,15 +300,37 @@ class TestRefusals:
         with pytest.raises(ModelError, match=expected):
             quick(regression(nn.Sequential(nn.Linear(4, 4), layer)), 3)
 
+    def test_name_the_layer_that_fails_only_after_a_while(self):
+        calls = itertools.count()
+
+        def tires(x: Tensor) -> Tensor:
+            if next(calls) == 12:
+                raise ValueError("tired")
+            return x
+
+        with pytest.raises(ModelError, match=r"layer 1 \(Wrong\) fails on an input of shape .*ValueError: tired"):
+            quick(regression(nn.Sequential(nn.Linear(4, 2), Wrong(tires))), 1, 2, 3)
+
     def test_a_loss_that_is_no_scalar(self):
         workload = regression(nn.Sequential(nn.Linear(4, 2)))
         with pytest.raises(ModelError, match=r"the loss has shape \(3, 2\)"):
             quick(Workload("w", workload.model, nn.MSELoss(reduction="none"), workload.batch), 3)
 
+    def test_a_loss_that_is_a_sum_over_the_samples(self):
+        workload = regression(nn.Sequential(nn.Linear(4, 2)))
+        with pytest.raises(ModelError, match=r"the loss of 3 sample.*must be the mean over the samples"):
+            quick(replace(workload, loss_fn=nn.MSELoss(reduction="sum")), 3)
+
+    def test_a_loss_through_which_nothing_is_learned(self):
+        workload = regression(nn.Sequential(nn.Linear(4, 2)))
+        with pytest.raises(ModelError, match="the loss does not depend on the model's output"):
+            quick(replace(workload, loss_fn=lambda logits, labels: mse(logits, labels).detach()), 3)
+
     @pytest.mark.parametrize(
         ("batch", "expected"),
         [
             (lambda n, seed: torch.zeros(n, 4), "must return \\(inputs, labels\\)"),
+            (lambda n: None, r"called with \(3, 0\) for \(samples, seed\), failed: TypeError"),
             (lambda n, seed: ({"x": 1}, torch.zeros(n, 2)), "inputs are dict"),
             (lambda n, seed: (torch.zeros(7, 4), torch.zeros(n, 2)), r"inputs have shape \(7, 4\), but 3 samples"),
             (lambda n, seed: (torch.zeros(n, 4), torch.zeros(())), r"labels have shape \(\)"),
@@ -309,6 +343,8 @@ class TestRefusals:
     def test_nothing_to_train(self):
         with pytest.raises(WorkloadError, match="every parameter is frozen"):
             quick(regression(nn.Sequential(nn.Linear(4, 2).requires_grad_(False))), 1)
+        with pytest.raises(WorkloadError, match="no parameters; there is nothing to train"):
+            quick(regression(nn.Sequential(nn.ReLU())), 1)
 
     @pytest.mark.parametrize("sizes", [[], [0, 1]])
     def test_senseless_sizes(self, sizes: list[int]):

@@ -146,6 +146,12 @@ def broken():
 def incomplete():
     return nn.Linear(3, 2), nn.functional.mse_loss
 
+def lazy():
+    return nn.Sequential(nn.LazyLinear(2)), nn.functional.mse_loss, print
+
+def empty():
+    return nn.Sequential(nn.Linear(3, 2, device="meta")), nn.functional.mse_loss, print
+
 number = 3
 """
 
@@ -173,7 +179,9 @@ class TestUsersCode:
         [
             ("my_trainnig:make", "no module 'my_trainnig' in .* or on the Python path"),
             ("my_training:maek", "no callable 'maek'.*did you mean 'make'"),
-            ("my_training:number", "no callable 'number'"),
+            ("my_training:number", "no callable 'number'($| .did you mean '(?!number))"),
+            ("my_training:lazy", r"0\.weight has no shape yet"),
+            ("my_training:empty", r"0\.weight is on device meta"),
             ("my_training:broken", "calling it failed: RuntimeError: no data here"),
             ("my_training:incomplete", r"returned \(Linear, function\); expected \(model"),
             ("my_broken:make", "importing my_broken failed: No module named 'a_module_that_is_not_there'"),
