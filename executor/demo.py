@@ -28,7 +28,7 @@ from sim.validation.validate import validate
 from sim.views.chrome_trace import export_chrome
 from sim.views.pictures import lanes_picture, memory_picture, save_picture, swap_picture
 from traces.costs import Costs
-from traces.files import save_trace, write_atomically
+from traces.files import make_folder, save_trace, write_atomically
 from traces.schema import Trace
 
 from .demo_report import DemoReport, Outcome
@@ -72,7 +72,7 @@ def run_demo(output: Path, *, progress: Progress = silent) -> DemoReport:
     set-up (too little memory, say) and says so.
     """
     started = time.monotonic()
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output)
     stages = _Stages(progress)
     with stages.stage(0.05, "calibrating the emulated GPUs") as report:
         machine = calibrate(load_machine(MACHINE), DeviceKind.EMULATED, report)

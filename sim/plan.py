@@ -144,8 +144,11 @@ Plan = HarmonyPlan | PagedPlan
 
 
 def fields_of(policy: Policy) -> tuple[str, ...]:
-    """Names of the fields that plans of this policy have."""
-    return (PagedPlan if policy.is_paged else HarmonyPlan).__struct_fields__
+    """Names of the fields that mean something in plans of this policy."""
+    if policy.is_paged:
+        return PagedPlan.__struct_fields__
+    meaningless = "reduce" if policy is Policy.HARMONY_PP else "slots"
+    return tuple(name for name in HarmonyPlan.__struct_fields__ if name != meaningless)
 
 
 def _check_minibatch(plan: _PlanBase, policy: Policy) -> None:

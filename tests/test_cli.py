@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -161,8 +162,10 @@ def test_json_alone_is_on_stdout_and_tables_are_on_stderr() -> None:
             ("--packs-bwd", "0-2,3,4-5", "--packs-fwd", "0-1,2-3"),
             {"packs_bwd": [[0, 2], [3, 3], [4, 5]], "packs_fwd": [[0, 1], [2, 3]]},
         ),
-        (("--update", "gpu", "--reduce", "host", "--no-prefetch", "--slots", "2"),
-         {"update": "gpu", "reduce": "host", "prefetch": False, "slots": 2}),
+        (("--update", "gpu", "--reduce", "host", "--no-prefetch"),
+         {"update": "gpu", "reduce": "host", "prefetch": False}),
+        (("--packs-bwd", "1", "--packs-fwd", "0"), {"packs_bwd": [[0, 5]], "packs_fwd": []}),
+        (("--policy", "harmony-pp", "--slots", "2"), {"policy": "harmony-pp", "slots": 2}),
     ],
 )  # fmt: skip
 def test_plan_options_become_the_plan(options: tuple[str, ...], expected: dict[str, Any]) -> None:
@@ -208,6 +211,9 @@ def test_packs_grow_in_number_until_they_fit() -> None:
     [
         (("--policy", "dp-swap", "--packs-bwd", "3"), "--packs-bwd is not an option of dp-swap plans"),
         (("--policy", "harmony-dp", "--residency", "lru"), "--residency is not an option of harmony-dp plans"),
+        (("--policy", "harmony-dp", "--slots", "1"), "--slots is not an option of harmony-dp plans"),
+        (("--policy", "harmony-pp", "--reduce", "host"), "--reduce is not an option of harmony-pp plans"),
+        (("--policy", "harmony-dp", "--packs-bwd", "0"), "cannot be cut into 0 packs"),
         (("--policy", "1f1b-swap", "--slots", "1"), "--slots is not an option of 1f1b-swap plans"),
         (("--policy", "harmony-pp", "--no-recompute"), "--recompute is not an option of harmony-pp plans"),
         (("--policy", "harmony-dp", "--packs-bwd", "9"), "cannot be cut into 9 packs"),
@@ -222,9 +228,39 @@ def test_plans_that_cannot_be_are_refused(options: tuple[str, ...], said: str) -
     assert said in refused.stderr
 
 
+def test_a_plan_without_forward_packs_says_so() -> None:
+    shown = succeed(*SIMULATE, "--policy", "harmony-dp", "--packs-bwd", "1").stdout
+    assert re.search(r"--packs-fwd +none\n", re.sub(" +\n", "\n", shown))
+
+
+FILES_THAT_CANNOT_BE_WRITTEN = [
+    (("search", "t.json", "-m", "absent.toml", "--minibatch", "8", "-o", "no/b.json"), "no/b.json: cannot be written"),
+    (("simulate", "t.json", "-m", "absent.toml", "-o", "no/p.csv"), "no/p.csv: cannot be written"),
+    (("simulate", "t.json", "-m", "absent.toml", "-o", "p.txt"), "p.txt: a timeline's name ends in .parquet or .csv"),
+    (("run", "absent.json", "--model", "mlp", "-m", "emulated", "-o", "no/m.csv"), "no/m.csv: cannot be written"),
+    (("run", "absent.json", "--model", "mlp", "-m", "emulated", "-o", "m.txt"), "m.txt: a timeline's name ends in"),
+    (("profile", "absent:model", "-o", "no/t.json"), "no/t.json: cannot be written"),
+    (("calibrate", "-m", "absent.toml", "-o", "no/m.toml"), "no/m.toml: cannot be written"),
+    (("plot", "lanes", "absent.csv", "-o", "no/l.png"), "no/l.png: cannot be written"),
+    (("plot", "swap", "absent.csv", "-o", "l.gif"), "l.gif: a picture's name ends in .png, .svg, .pdf"),
+    (("export", "absent.csv", "-o", "no/b.json"), "no/b.json: cannot be written"),
+    (("export", "absent.csv", "-o", "b.gz"), "b.gz: a Chrome trace's name ends in .json or .json.gz"),
+    (("demo", "-o", "t.json"), "t.json: cannot be written: File exists"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), FILES_THAT_CANNOT_BE_WRITTEN, ids=lambda value: "-".join(value)[:40])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_else(words: tuple[str, ...], said: str) -> None:
+    refused = harmony(*words)
+    assert refused.exit_code == 1
+    assert said in refused.stderr
+    assert [path.name for path in Path().iterdir()] == ["t.json"]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (("--policy", "harmony-dp", "--save-schedule", "a.csv", "-o", "a.csv"), "two different files would be written"),
         (("--policy", "harmony-dp", "--gpu-memory", "9"), "write a number and a unit"),
         (("--policy", "harmony-dp", "--packs-bwd", "a-b"), "are not packs"),
         (("--policy", "harmony-dp", "--u-fwd", "0"), "--u-fwd"),

@@ -8,7 +8,11 @@ Also the one way in which Harmony writes any file: complete, or not at all.
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
@@ -20,7 +24,15 @@ from .decode import decode_trace
 from .errors import FileError, TraceError
 from .schema import FORMAT, VERSION, Trace
 
-__all__ = ["check_trace", "load_trace", "save_trace", "shipped_traces", "write_atomically"]
+__all__ = [
+    "check_trace",
+    "check_writable",
+    "load_trace",
+    "make_folder",
+    "save_trace",
+    "shipped_traces",
+    "write_atomically",
+]
 
 _SUFFIX = ".json"
 
@@ -72,16 +84,46 @@ def write_atomically(path: str | Path, data: bytes) -> None:
     terminal) is written to directly. Raises FileError if the system refuses.
     """
     path = Path(path)
-    try:
+    with _place_for(path) as place:
+        place.write_bytes(data)
+        if place != path:
+            place.replace(path)
+
+
+def check_writable(path: str | Path) -> None:
+    """Raise the FileError now that :func:`write_atomically` would raise later. Changes nothing."""
+    path = Path(path)
+    with _place_for(path) as place:
+        if place != path:
+            place.touch()
+
+
+def make_folder(path: str | Path) -> None:
+    """Make a folder and those above it, if they are not there. Raises FileError if the system refuses."""
+    with _refusals_of(Path(path)):
+        Path(path).mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def _place_for(path: Path) -> Iterator[Path]:
+    """Where to write what shall become ``path``: a file beside it, gone afterwards; or what is there and is none."""
+    with _refusals_of(path):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if path.exists() and not path.is_file():
-            path.write_bytes(data)
+            yield path
             return
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         try:
-            temporary.write_bytes(data)
-            temporary.replace(path)
+            yield temporary
         finally:
             temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _refusals_of(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         advice = "make that folder first" if isinstance(error, FileNotFoundError) else "choose another place"
         raise FileError(str(path), f"cannot be written: {error.strerror or error}; {advice}") from error

@@ -19,6 +19,7 @@ import typer
 from ..plan import Pack, Reduce, Residency, UpdateOn, Writeback
 from ..planner.choice import PlanChoice
 from ..units import parse_bytes
+from .output import STDOUT
 
 if TYPE_CHECKING:
     from ..hardware.machine import Machine
@@ -79,7 +80,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 def packs(text: str) -> int | tuple[Pack, ...]:
     """``"3"`` as a count of packs; ``"0-4,5-9"`` as packs."""
-    if text.isdecimal() and int(text) > 0:
+    if text.isdecimal():
         return int(text)
     found = []
     for part in text.split(","):
@@ -90,6 +91,30 @@ def packs(text: str) -> int | tuple[Pack, ...]:
             )
         found.append((int(first), int(last or first)))
     return tuple(found)
+
+
+def _timeline(path: Path | None) -> Path | None:
+    if path is not None and str(path) != STDOUT:
+        from ..timelines.files import timeline_suffix
+
+        timeline_suffix(path)
+    return path
+
+
+def _picture(path: Path) -> Path:
+    if str(path) != STDOUT:
+        from ..views.pictures import picture_suffix
+
+        picture_suffix(path)
+    return path
+
+
+def _chrome_trace(path: Path) -> Path:
+    if str(path) != STDOUT:
+        from ..views.chrome_trace import chrome_suffix
+
+        chrome_suffix(path)
+    return path
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value on stdout; everything else on stderr.")]
@@ -103,11 +128,26 @@ Extrapolate = Annotated[
 Minibatch = Annotated[int, typer.Option("--minibatch", metavar="D", min=1, help="Samples in a step, in all.")]
 TimelineOutput = Annotated[
     Path | None,
-    typer.Option("-o", "--output", metavar="TL", help="Write the timeline here: .parquet, .csv, or - for CSV."),
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="TL",
+        callback=_timeline,
+        help="Write the timeline here: .parquet, .csv, or - for CSV.",
+    ),
 ]
 TimelineFile = Annotated[Path, typer.Argument(metavar="TIMELINE", help="A timeline file, .parquet or .csv.")]
 TimelineFiles = Annotated[list[Path], typer.Argument(metavar="TIMELINE…", help="Timeline files, .parquet or .csv.")]
-Picture = Annotated[Path, typer.Option("-o", "--output", metavar="PNG", help="Picture to write: .png, .svg, .pdf.")]
+Picture = Annotated[
+    Path,
+    typer.Option("-o", "--output", metavar="PNG", callback=_picture, help="Picture to write: .png, .svg, .pdf."),
+]
+ChromeTrace = Annotated[
+    Path,
+    typer.Option(
+        "-o", "--output", metavar="X.json.gz", callback=_chrome_trace, help="Chrome trace to write: .json or .json.gz."
+    ),
+]
 Model = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A built-in name, hf:CONFIG.json, or module:callable in your own code."),

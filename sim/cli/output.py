@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from traces.errors import HarmonyError
+from traces.files import check_writable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -56,13 +57,19 @@ class Output:
     """Where one command prints.
 
     ``files`` are the paths that it was asked to write (None: not asked). One of them, or the JSON value, may go to
-    stdout; then what people read goes to stderr.
+    stdout; then what people read goes to stderr. Raises FileError at once, before hours of work, if a file cannot be
+    written.
     """
 
     def __init__(self, as_json: bool, *files: Path | None) -> None:
         on_stdout = sum(str(path) == STDOUT for path in files) + as_json
         if on_stdout > 1:
             raise typer.BadParameter("only one of --json and files named - can be written to stdout")
+        written = [path for path in files if path is not None and str(path) != STDOUT]
+        for number, path in enumerate(written):
+            if path.absolute() in [other.absolute() for other in written[:number]]:
+                raise typer.BadParameter(f"two different files would be written to {path}; give each its own name")
+            check_writable(path)
         self._as_json, self._people_read_stdout = as_json, not on_stdout
 
     def result(self, value: Any, *shown: RenderableType) -> None:

@@ -129,6 +129,8 @@ def _plan_lines(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
             continue
         option = "--" + name.replace("_", "-")
         match value:
+            case []:
+                yield option, "none"
             case [[_, _], *_]:
                 yield option, f"{len(value)}: {','.join(f'{first}-{last}' for first, last in value)}"
             case True | False:

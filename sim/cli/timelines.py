@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from .options import Json, Picture, TimelineFile, TimelineFiles
+from .options import ChromeTrace, Json, Picture, TimelineFile, TimelineFiles
 from .output import Output
 
 if TYPE_CHECKING:
@@ -35,9 +35,7 @@ def compare(predicted: TimelineFile, measured: TimelineFile, as_json: Json = Fal
 @commands.command(epilog="Example: harmony export predicted.parquet measured.parquet -o both.json.gz")
 def export(
     timelines: TimelineFiles,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="X.json.gz", help="Chrome trace to write: .json or .json.gz.")
-    ],
+    output: ChromeTrace,
     as_json: Json = False,
 ) -> None:
     """Write timelines as a Chrome trace, to open at https://ui.perfetto.dev."""

@@ -58,17 +58,12 @@ def write_tables(path: str | Path, tables: Tables) -> None:
     """Write a file of the kind that its name asks for. Raises TimelineError for another name."""
     columns = _MemoryColumns(**{name: tables.memory[name].tolist() for name in MEMORY_COLUMNS})
     header = msgspec.json.encode(_Header(FORMAT, VERSION, msgspec.Raw(tables.info), columns))
-    suffix = Path(path).suffix
-    if suffix not in _WRITERS:
-        raise _unknown_suffix(path)
-    write_atomically(path, _WRITERS[suffix](tables.tasks, header))
+    write_atomically(path, _WRITERS[timeline_suffix(path)](tables.tasks, header))
 
 
 def read_tables(path: str | Path) -> Tables:
     """Read a file. Raises TimelineError that says what is wrong with it and where."""
-    path = Path(path)
-    if path.suffix not in _READERS:
-        raise _unknown_suffix(path)
+    path, suffix = Path(path), timeline_suffix(path)
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -77,11 +72,15 @@ def read_tables(path: str | Path) -> Tables:
         raise TimelineError(f"{path}: cannot be read: {error.strerror or error}") from None
     if not data:
         raise TimelineError(f"{path}: is empty; write it anew with -o")
-    return _READERS[path.suffix](data, str(path))
+    return _READERS[suffix](data, str(path))
 
 
-def _unknown_suffix(path: str | Path) -> TimelineError:
-    return TimelineError(f"{path}: a timeline's name ends in {' or '.join(_WRITERS)}")
+def timeline_suffix(path: str | Path) -> str:
+    """How the name of a timeline file ends, which says its kind. Raises TimelineError for another name."""
+    suffix = Path(path).suffix
+    if suffix not in _WRITERS:
+        raise TimelineError(f"{path}: a timeline's name ends in {' or '.join(_WRITERS)}")
+    return suffix
 
 
 def _to_parquet(tasks: pd.DataFrame, header: bytes) -> bytes:

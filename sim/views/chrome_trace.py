@@ -14,6 +14,7 @@ from typing import Any
 
 from traces.files import write_atomically
 
+from ..errors import TimelineError
 from ..schedule import Lane
 from ..tables import device_name
 from ..timelines.spans import Span, held_bytes, spans
@@ -26,10 +27,21 @@ Event = dict[str, Any]
 
 
 def export_chrome(timelines: Mapping[str, Timeline], path: str | Path) -> None:
-    """Write timelines, each under its label (``predicted``, ``measured``), to ``path``; ``.gz`` is gzipped."""
-    text = json.dumps(chrome_trace(timelines), allow_nan=False, separators=(",", ":"))
-    data = text.encode()
-    write_atomically(path, gzip.compress(data, mtime=0) if Path(path).suffix == ".gz" else data)
+    """Write timelines, each under its label (``predicted``, ``measured``), to ``path``; ``.json.gz`` is gzipped.
+
+    Raises TimelineError for a name that ends in neither ``.json`` nor ``.json.gz``, FileError if it cannot be written.
+    """
+    compressed = chrome_suffix(path) == ".json.gz"
+    data = json.dumps(chrome_trace(timelines), allow_nan=False, separators=(",", ":")).encode()
+    write_atomically(path, gzip.compress(data, mtime=0) if compressed else data)
+
+
+def chrome_suffix(path: str | Path) -> str:
+    """How the name of a Chrome trace ends. Raises TimelineError for another name, as viewers go by it."""
+    for suffix in (".json", ".json.gz"):
+        if Path(path).name.endswith(suffix):
+            return suffix
+    raise TimelineError(f"{path}: a Chrome trace's name ends in .json or .json.gz")
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:

@@ -52,12 +52,17 @@ def memory_picture(timelines: Mapping[str, Timeline]) -> Figure:
 
 def save_picture(figure: Figure, path: str | Path) -> None:
     """Write a figure in the format that its name says. Raises TimelineError for another, FileError if it cannot."""
+    data = io.BytesIO()
+    figure.savefig(data, format=picture_suffix(path).removeprefix("."), dpi=150)
+    write_atomically(path, data.getvalue())
+
+
+def picture_suffix(path: str | Path) -> str:
+    """How the name of a picture ends, which says its format. Raises TimelineError for another name."""
     suffix = Path(path).suffix
     if suffix not in _SUFFIXES:
         raise TimelineError(f"{path}: a picture's name ends in {', '.join(_SUFFIXES)}")
-    data = io.BytesIO()
-    figure.savefig(data, format=suffix.removeprefix("."), dpi=150)
-    write_atomically(path, data.getvalue())
+    return suffix
 
 
 def _figure(width: float, height: float) -> Figure:

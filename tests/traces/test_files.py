@@ -15,7 +15,15 @@ from msgspec.structs import replace
 from tests.strategies import traces
 from traces.checks import check_trace
 from traces.errors import FileError, TraceError
-from traces.files import encode_trace, load_trace, save_trace, shipped_traces, write_atomically
+from traces.files import (
+    check_writable,
+    encode_trace,
+    load_trace,
+    make_folder,
+    save_trace,
+    shipped_traces,
+    write_atomically,
+)
 from traces.schema import Phase, Trace
 from traces.synthetic import skewed_trace, uniform_trace, with_frozen, with_tied
 
@@ -342,11 +350,36 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         write_atomically(tmp_path, b"x")
 
 
+def test_what_cannot_be_written_can_be_known_before(tmp_path: Path) -> None:
+    (tmp_path / "there").write_bytes(b"kept")
+    for path in (tmp_path / "absent" / "t.json", tmp_path, tmp_path / "there" / "t.json", tmp_path / ("long" * 80)):
+        with pytest.raises(FileError) as before:
+            check_writable(path)
+        with pytest.raises(FileError) as after:
+            write_atomically(path, b"x")
+        assert str(before.value) == str(after.value)
+    check_writable(tmp_path / "new")
+    check_writable(tmp_path / "there")
+    assert [each.name for each in tmp_path.iterdir()] == ["there"]
+    assert (tmp_path / "there").read_bytes() == b"kept"
+
+
+def test_a_folder_is_made_with_those_above_it_unless_a_file_is_in_the_way(tmp_path: Path) -> None:
+    make_folder(tmp_path / "a" / "b")
+    make_folder(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+    (tmp_path / "file").write_bytes(b"")
+    for path in (tmp_path / "file", tmp_path / "file" / "b"):
+        with pytest.raises(FileError, match=f"{path}: cannot be written: "):
+            make_folder(path)
+
+
 def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
+        check_writable(pipe)
         write_atomically(pipe, b"through")
         assert os.read(reader, 100) == b"through"
     finally:

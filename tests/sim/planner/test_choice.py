@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sim.errors import PlanError
-from sim.plan import HarmonyPlan, PagedPlan, Policy, Residency, UpdateOn
+from sim.plan import HarmonyPlan, PagedPlan, Policy, Reduce, Residency, UpdateOn
 from sim.planner.choice import PlanChoice
 
 HARMONY = HarmonyPlan(
@@ -50,4 +50,8 @@ def test_a_field_that_a_policy_lacks_is_refused_by_its_option() -> None:
         PlanChoice(packs_bwd=2, slots=1, u_fwd=1).fixed_for(Policy.DP_SWAP)
     with pytest.raises(PlanError, match="--residency is not an option of harmony-pp plans"):
         PlanChoice(residency=Residency.LRU).fixed_for(Policy.HARMONY_PP)
+    with pytest.raises(PlanError, match="--reduce is not an option of harmony-pp plans"):
+        PlanChoice(reduce=Reduce.HOST).fixed_for(Policy.HARMONY_PP)
+    with pytest.raises(PlanError, match="--slots is not an option of harmony-dp plans"):
+        PlanChoice(slots=1).fixed_for(Policy.HARMONY_DP)
     assert PlanChoice(u_fwd=1, update=UpdateOn.GPU).fixed_for(Policy.HARMONY_DP) == {"u_fwd": 1, "update": UpdateOn.GPU}

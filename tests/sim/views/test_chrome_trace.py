@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from sim.errors import TimelineError
 from sim.schedule import Schedule, TaskKind
 from sim.timelines.spans import held_bytes
 from sim.views.chrome_trace import chrome_trace, export_chrome
@@ -108,6 +109,13 @@ def test_files_are_strict_json(tmp_path: Path, name: str) -> None:
     assert read["displayTimeUnit"] == "ms"
     assert read["otherData"]["predicted"]["policy"] == "dp-swap"
     assert read == json.loads(json.dumps(chrome_trace(shown)))
+
+
+def test_a_name_that_no_viewer_opens_is_refused(tmp_path: Path) -> None:
+    for name in ("trace.gz", "trace", "trace.json.zip"):
+        with pytest.raises(TimelineError, match=r"a Chrome trace's name ends in \.json or \.json\.gz"):
+            export_chrome({"made": timeline(pipeline())}, tmp_path / name)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_same_timeline_gives_the_same_bytes(tmp_path: Path) -> None:
