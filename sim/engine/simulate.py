@@ -25,10 +25,14 @@ from ..schedule import Schedule
 from ..timelines.critical_path import critical_path
 from ..timelines.replay import StepTimes, in_sequence
 from ..timelines.timeline import Timeline, TimelineInfo
+from ..units import NS_PER_S
 from .bounds import bound_ns
 from .device_memory import DeviceMemory
 from .durations import CostDurations, Demands, Durations, Flow, forward_share, used_durations
 from .urgency import Urgency
+
+_LONGEST_NS = 2**62
+"""What the tables of a timeline can hold."""
 
 
 def simulate(
@@ -54,6 +58,11 @@ def simulate(
     _check(schedule, trace, machine)
     demands = Demands(machine, durations or CostDurations(costs, machine, schedule.plan.gpus), schedule.plan.gpus)
     step = run_step(schedule, demands)
+    if steps * step.duration_ns > _LONGEST_NS:
+        raise PlanError(
+            f"{steps} step(s) take {steps * step.duration_ns / NS_PER_S:.3g} s, and times end at "
+            f"{_LONGEST_NS / NS_PER_S:.3g} s; look for a layer's time, a speed or a link that is out of all proportion"
+        )
     info = replace(
         TimelineInfo.of(schedule, machine.name, "simulated", steps=steps),
         lower_bound_ns=bound_ns(schedule, demands),

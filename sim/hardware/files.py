@@ -33,7 +33,7 @@ from traces.files import write_atomically
 
 from ..errors import MachineError
 from ..units import exact_bytes, exact_ns, exact_rate, parse_bytes, parse_ns, parse_rate
-from .machine import Efficiency, Emulation, Gpu, Host, Interconnect, Link, Machine, NvLink, Sharing
+from .machine import MOST_GPUS, Efficiency, Emulation, Gpu, Host, Interconnect, Link, Machine, NvLink, Sharing
 
 _SUFFIX = ".toml"
 _UNLIMITED = "unlimited"
@@ -103,10 +103,12 @@ def _read_rates(value: object) -> dict[str, float]:
     return rates
 
 
-def _whole_number(at_least: int) -> _Kind:
+def _whole_number(at_least: int, at_most: float = math.inf) -> _Kind:
     def read(value: object) -> int:
         if type(value) is not int or value < at_least:
             raise ValueError(f"{value!r} is not a whole number of at least {at_least}")
+        if value > at_most:
+            raise ValueError(f"{value!r} is more than {at_most}")
         return value
 
     return _Kind(read)
@@ -173,6 +175,7 @@ _TIME = _quantity(parse_ns, exact_ns)
 _SPEED = _number("above 0", lambda value: value > 0)
 _PACE = _number("of at least 1", lambda value: value >= 1)
 _COUNT = _whole_number(1)
+_GPUS = _whole_number(1, MOST_GPUS)
 _INDEX = _whole_number(0)
 _SOCKETS = _Kind(_read_sockets, list)
 _EFFICIENCY = _Kind(_read_efficiency, lambda points: [[exact_bytes(size), share] for size, share in points])
@@ -243,7 +246,11 @@ _EMULATION_KEYS = {
     "p2p_bandwidth": _Key("p2p_bandwidth", _RATE),
     "links": _Key("links", _RATES),
 }
-_LISTS = {"links": _LINK_KEYS, "gpus": _GPU_KEYS | {"count": _Key("count", _COUNT)}, "nvlinks": _NVLINK_KEYS}
+_LISTS = {
+    "links": _LINK_KEYS,
+    "gpus": _GPU_KEYS | {"count": _Key("count", _GPUS)},
+    "nvlinks": _NVLINK_KEYS,
+}
 _TOP_KEYS = {
     "name": _Key("name", _TEXT),
     "description": _Key("description", _TEXT),

@@ -22,6 +22,9 @@ from ..units import format_bytes
 
 HOST = "host"
 
+MOST_GPUS = 1024
+"""More are a slip of the pen; one server has nowhere near as many."""
+
 Rate = Annotated[float, msgspec.Meta(gt=0)]
 Size = Annotated[int, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -241,6 +244,8 @@ class Machine(_Value, frozen=True):
         """This machine with its first ``count`` GPUs, or with its last one repeated until there are ``count``."""
         if count < 1:
             raise self._fault(f"{count} GPUs asked for; at least 1 is needed")
+        if count > MOST_GPUS:
+            raise self._fault(f"{count} GPUs asked for; one server has at most {MOST_GPUS}")
         gpus = self.gpus[:count] + self.gpus[-1:] * (count - len(self.gpus))
         nvlinks = tuple(edge for edge in self.nvlinks if max(edge.gpus) < count)
         return msgspec.structs.replace(self, gpus=gpus, nvlinks=nvlinks)

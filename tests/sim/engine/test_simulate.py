@@ -270,6 +270,14 @@ def test_no_steps_are_refused() -> None:
         simulate(one_forward(), tiny_trace(), machine(), steps=0)
 
 
+def test_steps_longer_than_a_timeline_can_hold_are_refused() -> None:
+    for crawling in (machine(bandwidth=1e-9), machine(speed=1e-18)):
+        with pytest.raises(PlanError, match=r"1 step\(s\) take .* s, and times end at 4\.61e\+09 s; look for"):
+            simulate(one_gpu_schedule(), tiny_trace(), crawling)
+    with pytest.raises(PlanError, match=r"[0-9]+ step\(s\) take"):
+        simulate(one_gpu_schedule(), tiny_trace(), machine(), steps=2**62)
+
+
 def test_memory_beyond_the_plan_is_an_error_that_names_task_and_bytes() -> None:
     schedule = one_gpu_schedule()
     tight = replace(schedule.memory, host_peak_bytes=908 + 39)

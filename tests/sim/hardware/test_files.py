@@ -135,6 +135,7 @@ def test_a_name_in_the_file_goes_before_the_files_name(path: Path) -> None:
         ("cores = 4", "cores = 0", "[host]: cores: 0 is not a whole number of at least 1"),
         ("cores = 4", "cores = 4.5", "[host]: cores: 4.5 is not a whole number of at least 1"),
         ("cores = 4", "cores = true", "[host]: cores: True is not a whole number of at least 1"),
+        ("count = 2", "count = 1000000000", "[[gpus]] 1: count: 1000000000 is more than 1024"),
         ("count = 2", "count = -1", "[[gpus]] 1: count: -1 is not a whole number of at least 1"),
         ("speed = 2", "speed = 0", "[[gpus]] 2: speed: 0 is not a number above 0"),
         ("speed = 2", 'speed = "2"', "[[gpus]] 2: speed: '2' is not a number above 0"),

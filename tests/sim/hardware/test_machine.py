@@ -125,6 +125,11 @@ def test_a_machine_has_at_least_one_gpu() -> None:
         make_machine().with_gpus(0)
 
 
+def test_a_machine_has_no_absurd_number_of_gpus() -> None:
+    with pytest.raises(MachineError, match="machine m: 1025 GPUs asked for; one server has at most 1024"):
+        make_machine().with_gpus(1025)
+
+
 def test_usable_memory_can_be_set_beside_what_is_reserved() -> None:
     machine = make_machine(gpus=(make_gpu(reserved_bytes=GIB), make_gpu())).with_usable_memory(9 * 10**9)
     assert [gpu.usable_bytes for gpu in machine.gpus] == [9 * 10**9] * 2
