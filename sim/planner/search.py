@@ -79,6 +79,10 @@ def search(
     restrictions that concern none of the policies.
     """
     start = time.perf_counter()
+    asked = {"samples in a minibatch": minibatch, "plans in the top": top, "plans to simulate": max_simulated}
+    for what, number in asked.items():
+        if number < 1:
+            raise PlanError(f"{number} {what}; ask for at least 1")
     space = choice if isinstance(choice, Space) else Space.of(choice or PlanChoice())
     wanted, notes = _distinct(policies, len(machine.gpus))
     space.check(wanted)
@@ -116,7 +120,11 @@ class NothingFits(PlanError):
 
 def _distinct(policies: Sequence[Policy], gpus: int) -> tuple[tuple[Policy, ...], list[str]]:
     """Each policy once; a pipeline over one GPU is data parallel over one GPU."""
-    wanted = tuple(dict.fromkeys(policies))
+    try:
+        wanted = tuple(dict.fromkeys(Policy(policy) for policy in policies))  # names of policies are as good
+    except ValueError as error:
+        known = ", ".join(policy.value for policy in Policy)
+        raise PlanError(f"{error}; give a list of some of {known}") from None
     if not wanted:
         raise PlanError("no policy to search; give at least one")
     if gpus == 1 and {Policy.HARMONY_DP, Policy.HARMONY_PP} <= set(wanted):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import pandas as pd
 
 from ..errors import DifferentSchedules
@@ -240,13 +241,14 @@ def compare(predicted: Timeline, measured: Timeline) -> Comparison:
 def _check_same_schedule(predicted: Timeline, measured: Timeline) -> None:
     if predicted.info.source == "measured" and measured.info.source == "simulated":
         raise DifferentSchedules("the predicted timeline was measured and the measured one simulated; swap the two")
-    for what in ("model", "layers", "plan"):
-        left, right = getattr(predicted.info, what), getattr(measured.info, what)
-        if left != right:
-            raise DifferentSchedules(
-                f"the timelines are of different schedules: {what} is {left} in the predicted one, {right} in the "
-                "measured one; compare a simulation and a run of one schedule file"
-            )
+    before, after = _planned(predicted), _planned(measured)
+    unequal = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    if unequal:
+        faults = ", ".join(f"{name} {before.get(name)} and {after.get(name)}" for name in unequal)
+        raise DifferentSchedules(
+            f"the timelines are of different schedules, predicted and measured: {faults}; compare a simulation and a "
+            "run of one schedule file"
+        )
     left, right = _identities(predicted), _identities(measured)
     if not left.index.equals(right.index):
         raise DifferentSchedules(
@@ -260,6 +262,12 @@ def _check_same_schedule(predicted: Timeline, measured: Timeline) -> None:
             f"the timelines are of different schedules: task {task} is {left.loc[task].to_dict()} in the predicted "
             f"one, {right.loc[task].to_dict()} in the measured one; compare a simulation and a run of one schedule file"
         )
+
+
+def _planned(timeline: Timeline) -> dict[str, Any]:
+    """What a timeline is of, and its plan, field by field."""
+    info = timeline.info
+    return {"model": info.model, "layers": info.layers, **msgspec.to_builtins(info.plan)}
 
 
 def _identities(timeline: Timeline) -> pd.DataFrame:

@@ -305,6 +305,14 @@ def test_a_wrong_choice_is_refused() -> None:
         search(TRACES["uniform"], MACHINES["two"], 4, policies=(DP,), choice=PlanChoice(residency=Residency.NEXT))
     with pytest.raises(PlanError, match="no policy"):
         search(TRACES["uniform"], MACHINES["two"], 4, policies=())
+    with pytest.raises(PlanError, match="'harmony' is not a valid Policy; give a list of some of harmony-dp"):
+        search(TRACES["uniform"], MACHINES["two"], 4, policies=("harmony",))  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="0 samples in a minibatch"):
+        search(TRACES["uniform"], MACHINES["two"], 0)
+    with pytest.raises(PlanError, match="0 plans in the top"):
+        search(TRACES["uniform"], MACHINES["two"], 4, top=0)
+    with pytest.raises(PlanError, match="0 plans to simulate"):
+        search(TRACES["uniform"], MACHINES["two"], 4, max_simulated=0)
     with pytest.raises(TraceError, match="16"):
         search(TRACES["uniform"], MACHINES["two"], 40, policies=(DP,), choice=PlanChoice(u_fwd=16))
 
