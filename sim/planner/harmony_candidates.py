@@ -219,7 +219,15 @@ class _Enumeration:
         if wanted is None:
             numbers = list(pack_counts(smallest, stop, self._gpus))
             self._thinned |= len(numbers) < stop - smallest + 1
-        return explicit + [number for number in numbers if packer.bottleneck_ns(number, stop) is not None]
+        fitting = [number for number in numbers if packer.bottleneck_ns(number, stop) is not None]
+        if wanted is not None and not fitting:
+            counts = " or ".join(map(str, numbers))
+            error = PlanError(
+                f"layers before {stop} cannot be cut into {counts} {phase.value} packs that each fit; the fewest that "
+                f"fit are {smallest}, the most are {stop}"
+            )
+            self._refusals.add(self._policy, Reason.PLAN, error)
+        return explicit + fitting
 
     def _halves(self, update: UpdateOn, reduce: Reduce) -> Halves:
         return Halves(

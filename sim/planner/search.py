@@ -331,6 +331,7 @@ def _result(
             schedule = build_from_costs(hunt.found[0].plan, costs, machine)
             timeline = simulate(schedule, trace, machine, extrapolate=costs.extrapolate)
             best_by_policy[hunt.policy] = Best(hunt.found[0], schedule, timeline)
+    notes += [refusal.line() for refusal in refusals.list() if refusal.policy not in best_by_policy]
     counts = {hunt.policy: hunt.counts for hunt in hunts}
     return SearchResult(
         best=best_by_policy[fastest[0].plan.policy],

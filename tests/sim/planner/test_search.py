@@ -300,6 +300,19 @@ def test_a_packing_that_is_wanted_twice_is_tried_once() -> None:
     assert twice.counts.simulated == once.counts.simulated
 
 
+def test_a_policy_of_which_no_plan_is_left_says_why() -> None:
+    machine, choice = MACHINES["two"], PlanChoice(packs_bwd=99)
+    found = search(TRACES["uniform"], machine, 4, policies=(DP, SWAP), choice=choice, max_simulated=1)
+    assert {each.plan.policy for each in found.top} == {SWAP}
+    assert any(
+        note.startswith("harmony-dp: ") and "cannot be cut into 99 backward packs" in note for note in found.notes
+    )
+    alone = search(TRACES["uniform"], machine, 1, policies=(DP, PP), max_simulated=1)
+    assert any("harmony-dp gives each GPU a share of the minibatch: 1 samples" in note for note in alone.notes)
+    with pytest.raises(NothingFits, match="the fewest that fit are"):
+        search(TRACES["uniform"], machine, 4, policies=(DP,), choice=choice)
+
+
 def test_a_wrong_choice_is_refused() -> None:
     with pytest.raises(PlanError, match="residency: not a field of harmony-dp plans"):
         search(TRACES["uniform"], MACHINES["two"], 4, policies=(DP,), choice=PlanChoice(residency=Residency.NEXT))
