@@ -101,7 +101,7 @@ class Comparison:
         else:
             sentences = [
                 f"The step took {format_seconds(abs(late))} {'longer' if late > 0 else 'less'} than predicted "
-                f"({signed_percent(self.step_time_error)})."
+                f"(error {signed_percent(self.step_time_error)})."
             ]
             (gpu, lane), pair = max(self.lanes.items(), key=lambda item: -item[1].difference * (1 if late > 0 else -1))
             share = -pair.difference / late
