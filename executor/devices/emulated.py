@@ -126,7 +126,7 @@ class EmulatedDevices:
         return EmulatedQueue(self, lane)
 
     def running(self) -> AbstractContextManager[None]:
-        """One thread for each operator: threads of torch would contend with the other emulated GPUs'."""
+        """Nothing of torch's or Python's own beside the mathematics."""
         return quiet()
 
     def begin(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ..errors import PlanError
-from ..plan import Pack, Plan, Policy, Reduce, Residency, UpdateOn, Writeback, fields_of
+from ..plan import Pack, Policy, Reduce, Residency, UpdateOn, Writeback, fields_of
 
 Packing = int | tuple[Pack, ...]
 """A count of packs, to be balanced by time, or the packs themselves."""
@@ -41,12 +41,3 @@ class PlanChoice(msgspec.Struct, frozen=True, kw_only=True):
         if foreign:
             raise PlanError(f"{', '.join(foreign)} is not an option of {policy.value} plans; leave it out")
         return fixed
-
-    def admits(self, plan: Plan) -> bool:
-        """Whether a plan agrees with all that is fixed. A field that such plans lack is no disagreement."""
-        return all(_agree(value, getattr(plan, name)) for name, value in self.fixed().items() if hasattr(plan, name))
-
-
-def _agree(wanted: Any, found: Any) -> bool:
-    """Equal; or, where a count of packs is wanted, that many packs."""
-    return len(found) == wanted if isinstance(found, tuple) and isinstance(wanted, int) else bool(found == wanted)
