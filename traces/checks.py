@@ -26,7 +26,9 @@ def check_relations(trace: Trace, source: str) -> None:
         _check_layer(index, layer, source)
     _check_tied_groups(trace, source)
     _check_rows(trace, source)
-    for phase in (Phase.FORWARD, Phase.BACKWARD):
+    parts = [phase for phase in Phase if phase.is_part]
+    timed = parts if any(row.phase.is_part for row in trace.times) else []
+    for phase in (Phase.FORWARD, Phase.BACKWARD, *timed):
         rows = ((row.layer, row.microbatch) for row in trace.times if row.phase is phase)
         _check_grid(trace, f"times, phase {phase.value}", rows, source)
     _check_grid(trace, "sizes", ((row.layer, row.microbatch) for row in trace.sizes), source)

@@ -16,7 +16,8 @@ from itertools import accumulate
 
 from .checks import check_trace
 from .errors import TraceError
-from .schema import Phase, Provenance, Trace
+from .parts import modelled_held_bytes, modelled_parts_ns, modelled_parts_workspace_bytes
+from .schema import Phase, Provenance, SizeRow, Trace
 
 _WORST_LAST = (
     Provenance.MEASURED,
@@ -49,10 +50,12 @@ class Costs:
             check_trace(trace, self._source)
         self._times = times
         self._forward, self._backward = times[Phase.FORWARD], times[Phase.BACKWARD]
+        self._backward_input, self._backward_weight = times[Phase.BACKWARD_INPUT], times[Phase.BACKWARD_WEIGHT]
         self._input, self._output = sizes["input_bytes"], sizes["output_bytes"]
         self._input_gradient = sizes["input_gradient_bytes"]
         self._saved, self._workspace = sizes["saved_bytes"], sizes["workspace_bytes"]
         self._forward_workspace = sizes["forward_workspace_bytes"]
+        self._held, self._parts_workspace = sizes["held_bytes"], sizes["parts_workspace_bytes"]
         self._forward_peaks: dict[int, _RangeMaximum] = {}
         self._backward_peaks: dict[int, _RangeMaximum] = {}
 
@@ -74,6 +77,16 @@ class Costs:
     def backward_ns(self, first: int, last: int, u: int) -> int:
         """One backward of one microbatch through layers ``last … first``, without recompute."""
         prefix = self._backward.prefix(u)
+        return prefix[last + 1] - prefix[first]
+
+    def backward_input_ns(self, first: int, last: int, u: int) -> int:
+        """The part of it that makes the gradient of the input of layer ``first``."""
+        prefix = self._backward_input.prefix(u)
+        return prefix[last + 1] - prefix[first]
+
+    def backward_weight_ns(self, first: int, last: int, u: int) -> int:
+        """The part of it that makes the gradients of the layers' parameters, done apart from the other."""
+        prefix = self._backward_weight.prefix(u)
         return prefix[last + 1] - prefix[first]
 
     def update_ns(self, first: int, last: int, phase: Phase) -> int:
@@ -157,6 +170,15 @@ class Costs:
             self._backward_peaks[u] = _RangeMaximum(totals)
         return self._backward_peaks[u].over(first, last) - saved[first]
 
+    def held_bytes(self, first: int, last: int, u: int) -> int:
+        """What a backward in two parts holds from the first to the second, the layers' own input excluded."""
+        held = self._held.prefix(u)
+        return held[last + 1] - held[first]
+
+    def parts_workspace_bytes(self, first: int, last: int, u: int) -> int:
+        """Peak of either part, beside what is held in all: max over l of parts workspace(l)."""
+        return max(self._parts_workspace.at(u)[first : last + 1])
+
     # What the builders of schedules ask about updates.
 
     def owned_weight_bytes(self, layer: int) -> int:
@@ -219,7 +241,17 @@ class Costs:
         for row in self.trace.times:
             if not row.phase.is_update:
                 columns[row.phase].put(row.layer, row.microbatch, row.duration_ns, row.provenance)
+        if not any(row.phase.is_part for row in self.trace.times):
+            self._model_parts(columns)
         return columns
+
+    def _model_parts(self, columns: dict[Phase, _Column]) -> None:
+        for row in self.trace.times:
+            if row.phase is Phase.BACKWARD and row.layer < self.layer_count:
+                parts = modelled_parts_ns(self.trace.layers[row.layer], row.duration_ns)
+                for phase, duration_ns in parts.items():
+                    where = worst((row.provenance, Provenance.MODELLED))
+                    columns[phase].put(row.layer, row.microbatch, duration_ns, where)
 
     def _size_columns(self) -> dict[str, _Column]:
         names = (
@@ -231,10 +263,25 @@ class Costs:
             "forward_workspace_bytes",
         )
         columns = {name: _Column("sizes", self._source, self.extrapolate) for name in names}
+        of_parts = ("held_bytes", "parts_workspace_bytes")
+        columns_of_parts = {name: _Column("sizes", self._source, self.extrapolate) for name in of_parts}
         for row in self.trace.sizes:
             for name, column in columns.items():
                 column.put(row.layer, row.microbatch, getattr(row, name), row.provenance)
-        return columns
+            self._put_parts(row, columns_of_parts)
+        return {**columns, **columns_of_parts}
+
+    def _put_parts(self, row: SizeRow, columns: dict[str, _Column]) -> None:
+        if row.layer >= self.layer_count:
+            return
+        held, workspace = row.held_bytes, row.parts_workspace_bytes
+        layer = self.trace.layers[row.layer]
+        sizes = (
+            modelled_held_bytes(layer, row) if held is None else held,
+            modelled_parts_workspace_bytes(row) if workspace is None else workspace,
+        )
+        for column, size in zip(columns.values(), sizes, strict=True):
+            column.put(row.layer, row.microbatch, size, row.provenance)
 
     def _ownership(self) -> tuple[list[int], list[tuple[int, ...]]]:
         """Per layer: weight bytes its update changes, and the other users of tied parameters it owns."""

@@ -33,15 +33,22 @@ class SizeFormula:
     saved_bytes: int
     workspace_bytes: Line
     forward_workspace_bytes: Line
+    held_bytes: int | None = None
+    parts_workspace_bytes: Line | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFormula:
-    """One layer: durations on the trace's device, and sizes. Updates of 0 ns get no row."""
+    """One layer: durations on the trace's device, and sizes. Updates of 0 ns get no row.
+
+    ``backward_input_ns`` is the part of the backward that makes the input's gradient, the rest that of the parameters;
+    None, and no held bytes: nothing is said of a backward in two parts.
+    """
 
     layer: Layer
     forward_ns: Line
     backward_ns: Line
+    backward_input_ns: Line | None = None
     update_cpu_ns: int
     update_gpu_ns: int
     sizes: SizeFormula
@@ -50,6 +57,10 @@ class LayerFormula:
         """Rows of the table ``times`` for this layer as number ``index`` of the model."""
         durations = [(Phase.FORWARD, u, self.forward_ns.at(u)) for u in microbatches]
         durations += [(Phase.BACKWARD, u, self.backward_ns.at(u)) for u in microbatches]
+        if self.backward_input_ns is not None:
+            parts = [(u, self.backward_input_ns.at(u), self.backward_ns.at(u)) for u in microbatches]
+            durations += [(Phase.BACKWARD_INPUT, u, of_input) for u, of_input, _ in parts]
+            durations += [(Phase.BACKWARD_WEIGHT, u, both - of_input) for u, of_input, both in parts]
         updates = ((Phase.UPDATE_CPU, self.update_cpu_ns), (Phase.UPDATE_GPU, self.update_gpu_ns))
         durations += [(phase, 0, duration) for phase, duration in updates if duration]
         return [
@@ -59,6 +70,7 @@ class LayerFormula:
 
     def size_rows(self, index: int, microbatches: Sequence[int]) -> list[SizeRow]:
         """Rows of the table ``sizes`` for this layer as number ``index`` of the model."""
+        held, workspace = self.sizes.held_bytes, self.sizes.parts_workspace_bytes
         return [
             SizeRow(
                 layer=index,
@@ -69,6 +81,8 @@ class LayerFormula:
                 saved_bytes=self.sizes.saved_bytes * u,
                 workspace_bytes=self.sizes.workspace_bytes.at(u),
                 forward_workspace_bytes=self.sizes.forward_workspace_bytes.at(u),
+                held_bytes=None if held is None else held * u,
+                parts_workspace_bytes=None if workspace is None else workspace.at(u),
                 provenance=Provenance.MODELLED,
             )
             for u in microbatches

@@ -34,10 +34,16 @@ class Provenance(Enum):
 
 
 class Phase(Enum):
-    """What a duration times. ``BACKWARD`` is without recompute; updates do not depend on the microbatch."""
+    """What a duration times. ``BACKWARD`` is without recompute; updates do not depend on the microbatch.
+
+    A backward may also be done in two parts, first the gradient of the layer's input and later those of its parameters;
+    a trace need not time them.
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    BACKWARD_INPUT = "backward_input"
+    BACKWARD_WEIGHT = "backward_weight"
     UPDATE_CPU = "update_cpu"
     UPDATE_GPU = "update_gpu"
 
@@ -45,6 +51,11 @@ class Phase(Enum):
     def is_update(self) -> bool:
         """True for phases whose rows have no microbatch size (it is written 0)."""
         return self in (Phase.UPDATE_CPU, Phase.UPDATE_GPU)
+
+    @property
+    def is_part(self) -> bool:
+        """True for the two parts of a backward, which a trace has both or not at all."""
+        return self in (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 
 
 class _Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -97,6 +108,11 @@ class SizeRow(_Row, frozen=True):
     parameters excluded); ``workspace_bytes`` is the peak of its forward and backward minus that (incoming and input
     gradient and the parameter gradient not yet accumulated included). ``forward_workspace_bytes`` is the peak
     of its forward *without* gradient recording (output included, input and parameters excluded).
+
+    Of a backward in two parts, ``held_bytes`` stay alive from the first part to the second: what was saved, and the
+    gradients from which those of the parameters follow (of layers without trained parameters only what was saved).
+    ``parts_workspace_bytes`` is the most that either part, the forward before the first included, takes besides. None:
+    the trace does not say.
     """
 
     layer: Index
@@ -107,6 +123,8 @@ class SizeRow(_Row, frozen=True):
     saved_bytes: Bytes
     workspace_bytes: Bytes
     forward_workspace_bytes: Bytes
+    held_bytes: Bytes | None = None
+    parts_workspace_bytes: Bytes | None = None
     provenance: Provenance = Provenance.MEASURED
 
 

@@ -12,6 +12,9 @@ The three efficiencies were set by hand against per-layer times measured on a GT
 of gpt2-xl and gpt2-10b then comes out within 6 % at microbatches 1 to 8 (gpt2-medium: 18 % low at 1, within 8 % from
 2). Embedding, norm and loss alone come out too fast, by up to several times at microbatch 1; they are under 3 % of the
 whole.
+
+A backward in two parts does the same kernels, those that only the gradients of parameters need in its second part. It
+holds the gradients that come out of layer norms and matrix products.
 """
 
 from __future__ import annotations
@@ -132,10 +135,12 @@ def _embedding(model: Gpt2, gpu: GpuModel) -> LayerFormula:
         saved_bytes=t,
         workspace_bytes=Line(table, t),
         forward_workspace_bytes=Line(t, 2 * t),
+        held_bytes=2 * t,
+        parts_workspace_bytes=Line(table + t, 2 * t),
     )
     layer = _layer("embedding", weights=table + t, updated=table + t, tied=table)
     forward, backward = _Work(kernels=3, bytes=7 * t), _Work(kernels=6, bytes=5 * t, fixed_bytes=4 * (table + t))
-    return _formula(gpu, layer, forward, backward, sizes)
+    return _formula(gpu, layer, forward, backward, sizes, of_input=_Work(kernels=0))
 
 
 def _block(model: Gpt2, gpu: GpuModel, number: int) -> LayerFormula:
@@ -146,7 +151,9 @@ def _block(model: Gpt2, gpu: GpuModel, number: int) -> LayerFormula:
     112t, norms 10t, heads 14t, bias sums 9t. Saved: softmax a; norms 2t, heads 3t, merged t, residual t, GELU and its
     inputs 20t, output t. Backward's peak is in the GELU (incoming t and two of 4t) or, once the feed-forward's 21t
     are freed, in the softmax (3a, incoming t, 3t of heads); forward's in the mask (3a + 6t) or the GELU (18t).
-    One gradient at a time waits to be accumulated: at most that of a 4h × h matrix.
+    One gradient at a time waits to be accumulated: at most that of a 4h × h matrix. Only the gradients of parameters
+    need a product for each matrix, the bias sums, and 4t of the norms. Held are gradients of 9t behind products and 2t
+    behind norms; nothing is freed before the second part, so the first one's peak is in the GELU or the softmax.
     """
     s, h, t = model.sequence, model.hidden, _hidden_bytes(model)
     a = _FLOAT_BYTES * model.heads * s * s
@@ -159,11 +166,15 @@ def _block(model: Gpt2, gpu: GpuModel, number: int) -> LayerFormula:
         saved_bytes=a + 28 * t,
         workspace_bytes=Line(_FLOAT_BYTES * 4 * h * h, max(9 * t, 3 * a - 17 * t)),
         forward_workspace_bytes=Line(0, max(3 * a + 6 * t, 18 * t)),
+        held_bytes=a + 39 * t,
+        parts_workspace_bytes=Line(_FLOAT_BYTES * 4 * h * h, max(9 * t, 3 * a + 4 * t)),
     )
     layer = _layer("block", f"block {number}", weights=weights, updated=weights, buffers=_FLOAT_BYTES * s * s)
     forward = _Work(kernels=26, flops=flops, bytes=10 * a + 90 * t)
     backward = _Work(kernels=60, flops=2 * flops, bytes=14 * a + 151 * t)
-    return _formula(gpu, layer, forward, backward, sizes)
+    products = 24 * s * h * h
+    of_input = _Work(kernels=50, flops=2 * flops - products, bytes=14 * a + 138 * t)
+    return _formula(gpu, layer, forward, backward, sizes, of_input=of_input)
 
 
 def _norm(model: Gpt2, gpu: GpuModel) -> LayerFormula:
@@ -176,9 +187,12 @@ def _norm(model: Gpt2, gpu: GpuModel) -> LayerFormula:
         saved_bytes=t,
         workspace_bytes=Line(weights, 2 * t),
         forward_workspace_bytes=Line(0, t),
+        held_bytes=2 * t,
+        parts_workspace_bytes=Line(weights, 2 * t),
     )
     layer = _layer("norm", weights=weights, updated=weights)
-    return _formula(gpu, layer, _Work(kernels=1, bytes=3 * t), _Work(kernels=3, bytes=5 * t), sizes)
+    forward, backward = _Work(kernels=1, bytes=3 * t), _Work(kernels=3, bytes=5 * t)
+    return _formula(gpu, layer, forward, backward, sizes, of_input=_Work(kernels=1, bytes=3 * t))
 
 
 def _head(model: Gpt2, gpu: GpuModel) -> LayerFormula:
@@ -192,11 +206,13 @@ def _head(model: Gpt2, gpu: GpuModel) -> LayerFormula:
         saved_bytes=v,
         workspace_bytes=Line(table, t + v),
         forward_workspace_bytes=Line(0, v),
+        held_bytes=2 * v,
+        parts_workspace_bytes=Line(table, t + v),
     )
     layer = _layer("head", weights=table, updated=0, tied=table)
     forward = _Work(kernels=1, head_flops=flops)
     backward = _Work(kernels=3, head_flops=2 * flops, fixed_bytes=3 * table)
-    return _formula(gpu, layer, forward, backward, sizes)
+    return _formula(gpu, layer, forward, backward, sizes, of_input=_Work(kernels=1, head_flops=flops))
 
 
 def _loss(model: Gpt2, gpu: GpuModel) -> LayerFormula:
@@ -210,9 +226,12 @@ def _loss(model: Gpt2, gpu: GpuModel) -> LayerFormula:
         saved_bytes=v + _LOSS_OUTPUT_BYTES,
         workspace_bytes=Line(0, 3 * v),
         forward_workspace_bytes=Line(0, 2 * v + _LOSS_OUTPUT_BYTES),
+        held_bytes=v + _LOSS_OUTPUT_BYTES,
+        parts_workspace_bytes=Line(0, 3 * v),
     )
     layer = _layer("loss", weights=0, updated=0)
-    return _formula(gpu, layer, _Work(kernels=4, bytes=6 * v), _Work(kernels=5, bytes=8 * v), sizes)
+    backward = _Work(kernels=5, bytes=8 * v)
+    return _formula(gpu, layer, _Work(kernels=4, bytes=6 * v), backward, sizes, of_input=backward)
 
 
 def _layer(kind: str, name: str = "", *, weights: int, updated: int, tied: int = 0, buffers: int = 0) -> Layer:
@@ -228,12 +247,16 @@ def _layer(kind: str, name: str = "", *, weights: int, updated: int, tied: int =
     )
 
 
-def _formula(gpu: GpuModel, layer: Layer, forward: _Work, backward: _Work, sizes: SizeFormula) -> LayerFormula:
+def _formula(
+    gpu: GpuModel, layer: Layer, forward: _Work, backward: _Work, sizes: SizeFormula, *, of_input: _Work
+) -> LayerFormula:
+    """``of_input`` is the part of ``backward`` that makes the gradient of the layer's input."""
     parameters = layer.optimizer_state_bytes // (_ADAM_STATES * _FLOAT_BYTES)
     return LayerFormula(
         layer=layer,
         forward_ns=gpu.duration_ns(forward),
         backward_ns=gpu.duration_ns(backward),
+        backward_input_ns=gpu.duration_ns(of_input),
         update_cpu_ns=round(1e9 * parameters / gpu.cpu_adam),
         update_gpu_ns=round(1e9 * parameters * gpu.adam_bytes / (gpu.dram_bandwidth * gpu.memory_efficiency)),
         sizes=sizes,

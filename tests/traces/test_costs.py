@@ -66,6 +66,10 @@ def test_answers_at_profiled_sizes_are_the_rows(trace: Trace) -> None:
                 assert costs.forward_ns(row.layer, row.layer, row.microbatch) == row.duration_ns
             case Phase.BACKWARD:
                 assert costs.backward_ns(row.layer, row.layer, row.microbatch) == row.duration_ns
+            case Phase.BACKWARD_INPUT:
+                assert costs.backward_input_ns(row.layer, row.layer, row.microbatch) == row.duration_ns
+            case Phase.BACKWARD_WEIGHT:
+                assert costs.backward_weight_ns(row.layer, row.layer, row.microbatch) == row.duration_ns
             case _:
                 assert costs.update_ns(row.layer, row.layer, row.phase) == row.duration_ns
         assert costs.provenance(row.layer, row.phase, row.microbatch) is row.provenance

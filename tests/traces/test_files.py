@@ -141,7 +141,7 @@ MUTANTS: dict[str, tuple[Callable[[Raw], None], str]] = {
     ),
     "unknown phase": (
         _set("times", 0, "phase", value="foward"),
-        "times, row 0 (layer 0), phase: found 'foward'; choose one of forward, backward, update_cpu, update_gpu",
+        "times, row 0 (layer 0), phase: found 'foward'; choose one of forward, backward, backward_input, ",
     ),
     "unknown provenance": (
         _set("sizes", 1, "provenance", value="guessed"),
