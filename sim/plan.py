@@ -6,6 +6,7 @@ schedule run over a pager). A pack is a run of consecutive layers, ``(first, las
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from itertools import pairwise
 from typing import Annotated
@@ -57,6 +58,13 @@ class Reduce(Enum):
     HOST = "host"
 
 
+class StashPlace(Enum):
+    """Where a backward pack's stash waits: out to the host and in again, or on the GPU of its backward."""
+
+    SWAP = "swap"
+    KEEP = "keep"
+
+
 class Residency(Enum):
     """What a pager evicts after each task: everything; everything the next task does not touch; or only when it must
     (least recently used)."""
@@ -85,7 +93,8 @@ class HarmonyPlan(_PlanBase, frozen=True, tag_field="family", tag="harmony"):
 
     ``slots`` bounds the boundary buffers a GPU holds that others sent it (pipeline only; None: as many as
     microbatches, which never spills). ``prefetch`` brings the next weights and inputs in while the current ones are
-    computed on, as memory allows.
+    computed on, as memory allows. ``stash``: one place for all stashes, or one for each backward pack that has one, in
+    order: all but the first (its input is data) and the last.
     """
 
     policy: Policy
@@ -97,6 +106,7 @@ class HarmonyPlan(_PlanBase, frozen=True, tag_field="family", tag="harmony"):
     reduce: Reduce = Reduce.RING
     slots: Count | None = None
     prefetch: bool = True
+    stash: StashPlace | tuple[StashPlace, ...] = StashPlace.SWAP
 
     def __post_init__(self) -> None:
         """Check the fields against each other."""
@@ -107,11 +117,24 @@ class HarmonyPlan(_PlanBase, frozen=True, tag_field="family", tag="harmony"):
             raise PlanError("packs_bwd is empty; it must cover all layers")
         _check_run("packs_bwd", self.packs_bwd, self.packs_bwd[-1][1])
         _check_run("packs_fwd", self.packs_fwd, self.packs_bwd[-1][0] - 1)
+        self._check_stash()
 
     @property
     def layer_count(self) -> int:
         """Layers the plan covers."""
         return self.packs_bwd[-1][1] + 1
+
+    @property
+    def stash_places(self) -> dict[int, StashPlace]:
+        """Where each stash waits, by the index of its backward pack."""
+        return stash_places(self.packs_bwd, self.stash)
+
+    def _check_stash(self) -> None:
+        if StashPlace.KEEP in self.stash_places.values() and self.u_fwd != self.u_bwd:
+            raise PlanError(
+                "stash: what stays on a GPU is used as the forward cut it, so keep needs u_fwd = u_bwd; got "
+                f"{self.u_fwd} and {self.u_bwd}"
+            )
 
 
 class PagedPlan(_PlanBase, frozen=True, tag_field="family", tag="paged"):
@@ -149,6 +172,19 @@ def fields_of(policy: Policy) -> tuple[str, ...]:
         return PagedPlan.__struct_fields__
     meaningless = "reduce" if policy is Policy.HARMONY_PP else "slots"
     return tuple(name for name in HarmonyPlan.__struct_fields__ if name != meaningless)
+
+
+def stash_places(packs_bwd: Sequence[Pack], stash: StashPlace | tuple[StashPlace, ...]) -> dict[int, StashPlace]:
+    """Where each stash waits, by the index of its backward pack. Raises PlanError if there are more or fewer."""
+    packs = range(1, len(packs_bwd) - 1)
+    if isinstance(stash, StashPlace):
+        return dict.fromkeys(packs, stash)
+    if len(stash) != len(packs):
+        raise PlanError(
+            f"stash: {len(stash)} places for {len(packs)} stashes; give one place for all, or one for each of the "
+            f"{len(packs_bwd)} backward packs but the first and the last"
+        )
+    return dict(zip(packs, stash, strict=True))
 
 
 def _check_minibatch(plan: _PlanBase, policy: Policy) -> None:

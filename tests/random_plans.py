@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from sim.hardware.machine import Gpu, Host, Machine
-from sim.plan import HarmonyPlan, Pack, PagedPlan, Plan, Policy, Reduce, Residency, UpdateOn, Writeback
+from sim.plan import HarmonyPlan, Pack, PagedPlan, Plan, Policy, Reduce, Residency, StashPlace, UpdateOn, Writeback
 from traces.schema import Trace
 from traces.synthetic import skewed_trace, with_tied
 
@@ -44,6 +46,8 @@ def random_case(seed: int, *, layers: int = 6, memory_bytes: int = 10**12) -> Ca
         packs_fwd=random_packs(draw, packs_bwd[-1][0]), packs_bwd=packs_bwd, update=draw.choice(list(UpdateOn)),
         reduce=draw.choice(list(Reduce)), slots=draw.choice([None, 1, 2]), prefetch=draw.random() < 0.8,
     )  # fmt: skip
+    if plan.u_fwd == plan.u_bwd:
+        plan = replace(plan, stash=tuple(draw.choice(list(StashPlace)) for _ in packs_bwd[1:-1]))
     if plan.update is UpdateOn.CPU and draw.random() < 0.5:
         trace = with_tied(trace, (0, layers - 2), 100_000)
     return Case(plan, trace, machine)

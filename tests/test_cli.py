@@ -166,6 +166,8 @@ def test_json_alone_is_on_stdout_and_tables_are_on_stderr() -> None:
          {"update": "gpu", "reduce": "host", "prefetch": False}),
         (("--packs-bwd", "1", "--packs-fwd", "0"), {"packs_bwd": [[0, 5]], "packs_fwd": []}),
         (("--policy", "harmony-pp", "--slots", "2"), {"policy": "harmony-pp", "slots": 2}),
+        (("--packs-bwd", "3", "--stash", "keep"), {"stash": "keep"}),
+        (("--packs-bwd", "4", "--stash", "swap,keep"), {"stash": ["swap", "keep"]}),
     ],
 )  # fmt: skip
 def test_plan_options_become_the_plan(options: tuple[str, ...], expected: dict[str, Any]) -> None:
@@ -217,6 +219,7 @@ def test_packs_grow_in_number_until_they_fit() -> None:
         (("--policy", "1f1b-swap", "--slots", "1"), "--slots is not an option of 1f1b-swap plans"),
         (("--policy", "harmony-pp", "--no-recompute"), "--recompute is not an option of harmony-pp plans"),
         (("--policy", "harmony-dp", "--packs-bwd", "9"), "cannot be cut into 9 packs"),
+        (("--policy", "harmony-dp", "--packs-bwd", "4", "--stash", "keep,keep,keep"), "3 places for 2 stashes"),
         (("--policy", "harmony-dp", "--gpu-memory", "5 MB"), "does not fit on GPU 0"),
         (("--policy", "harmony-dp", "--u-fwd", "16"), "--extrapolate"),
     ],

@@ -123,6 +123,7 @@ def place(draft: Draft, caps: Sequence[int], tight: Collection[int] = ()) -> Pla
     """
     arenas = [Arena(cap) for cap in caps]
     held = [0] * len(caps)
+    stashes = [0] * len(caps)  # of that
     last_compute = [0] * len(caps)
     offsets: list[int | None] = [None] * len(draft.buffers)
     refusals: list[GroupDoesNotFit] = []
@@ -135,16 +136,18 @@ def place(draft: Draft, caps: Sequence[int], tight: Collection[int] = ()) -> Pla
             avoid_from = None if entry.group in tight else _recent(entry, last_compute[gpu])
             found = arenas[gpu].allocate(size, avoid_from=avoid_from, at_top=at_top)
             if found is None:
-                refusals.append(_no_room(draft, entry, buffer, held[gpu], caps[gpu]))
+                refusals.append(_no_room(draft, entry, buffer, held[gpu], caps[gpu], stashes[gpu]))
                 continue
             offsets[buffer], freers = found
             entry.after.update(freers)
             held[gpu] += size
+            stashes[gpu] += size if draft.buffers[buffer].kind is TensorKind.STASH else 0
         for buffer in entry.frees:
             gpu, offset, size = draft.buffers[buffer].gpu, offsets[buffer], draft.buffers[buffer].bytes
             if gpu is not None and offset is not None:
                 arenas[gpu].free(offset, size, index)
                 held[gpu] -= size
+                stashes[gpu] -= size if draft.buffers[buffer].kind is TensorKind.STASH else 0
         if entry.lane is Lane.COMPUTE and entry.gpu is not None:
             last_compute[entry.gpu] = index
     offsets, peaks = _without_gap(draft, offsets, caps)
@@ -185,10 +188,11 @@ def _recent(entry: Entry, last_compute: int) -> int:
     return last_compute if entry.kind is TaskKind.P2P else last_compute + 1
 
 
-def _no_room(draft: Draft, entry: Entry, buffer: int, held: int, cap: int) -> GroupDoesNotFit:
+def _no_room(draft: Draft, entry: Entry, buffer: int, held: int, cap: int, stashes: int = 0) -> GroupDoesNotFit:
     wanted = draft.buffers[buffer]
     pieces = "" if held + wanted.bytes > cap else ", for which no single hole is left,"
-    what = f"{wanted.kind.value} of {wanted.bytes} B{pieces} and the {held} B held beside it"
+    kept = f" ({stashes} B of that stashes, which need not stay: --stash)" if stashes else ""
+    what = f"{wanted.kind.value} of {wanted.bytes} B{pieces} and the {held} B held beside it{kept}"
     error = GroupDoesNotFit(wanted.gpu, (wanted.layer_first, wanted.layer_last), what, held + wanted.bytes, cap)
     error.group = entry.group
     return error

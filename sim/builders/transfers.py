@@ -20,7 +20,7 @@ from enum import IntEnum
 
 from traces.costs import Costs
 
-from ..plan import HarmonyPlan
+from ..plan import HarmonyPlan, StashPlace
 from ..schedule import Interval, Lane, TaskKind, TensorKind
 from .draft import Draft
 from .gradients import GradientPath
@@ -88,7 +88,7 @@ class _Walk:
         self.draft = Draft()
         self.needs = Needs(plan, costs)
         self.gradients = GradientPath(plan, costs, self.needs, self.draft)
-        self.stash_layers = frozenset(first for first, _ in plan.packs_bwd[1:-1])
+        self.stashes = {plan.packs_bwd[index][0]: place for index, place in plan.stash_places.items()}
         self.slots = plan.slots or max(-(-plan.minibatch // plan.u_fwd), -(-plan.minibatch // plan.u_bwd))
         self.by_gpu: list[list[Step]] = [[] for _ in range(plan.gpus)]
         for step in steps:
@@ -101,6 +101,7 @@ class _Walk:
         self.host: dict[tuple[TensorKind, int], _HostTensor] = {}
         self.buffers_read, self.buffers_written = _HomeCopies(), _HomeCopies()
         self.weights_out: dict[int, int] = {}  # layer -> the copy of its updated weights
+        self.backward_from = {first: index for index, (first, _) in enumerate(plan.packs_bwd)}
         self.runner = {(step.kind, step.group.pack_index): step.gpu for step in steps}  # pipelines: one GPU per pack
 
     def run(self) -> Draft:
@@ -227,16 +228,21 @@ class _Walk:
         first, last = step.group.pack
         out = last + 1
         receiver = self._receiver(step)
-        # A boundary that goes through the host anyway serves as the stash.
-        stash_end = out + 1 if receiver is not None else out
-        stashed = [layer for layer in range(first + 1, stash_end) if layer in self.stash_layers]
+        stashed = [layer for layer in range(first + 1, out + 1) if layer in self.stashes]
+        if receiver is None and self.stashes.get(out) is StashPlace.SWAP:
+            stashed.remove(out)  # a boundary that goes through the host anyway serves as the stash
         leaving = [Need(TensorKind.ACTIVATION, (out, out), step.samples)]
         leaving += [Need(TensorKind.STASH, (layer, layer), step.samples) for layer in stashed]
         outputs = [(need, self._output(step, need)) for need in leaving if self.needs.bytes(need)]
         workspace = self.costs.forward_workspace_bytes(first, last, _batch(step))
         self._compute(step, [buffer for _, buffer in outputs], workspace)
         for need, buffer in outputs:
-            self._send(step, need, buffer, receiver if need.kind is TensorKind.ACTIVATION else None)
+            if need.kind is TensorKind.ACTIVATION:
+                self._send(step, need, buffer, receiver)
+            elif self.stashes[need.run[0]] is StashPlace.SWAP:
+                self._send(step, need, buffer, None)
+            else:
+                self._keep(step, need, buffer)
         if self._is_last(step):
             self._buffers_out(step.group)
 
@@ -307,7 +313,23 @@ class _Walk:
         gpu = self.runner[consumer]
         return gpu if len(self.received[gpu]) < self.slots else None
 
+    def _keep(self, step: Step, need: Need, buffer: int) -> None:
+        """Leave a stash on the GPU of its backward; if that is another one, it waits there, too."""
+        gpu = step.gpu
+        if not is_data_parallel(self.plan):
+            gpu = self.runner[TaskKind.BACKWARD, self.backward_from[need.run[0]]]
+        self.arrived[gpu, need] = buffer if gpu == step.gpu else self._copy_away(step, need, buffer, gpu)
+
     def _send(self, step: Step, need: Need, buffer: int, receiver: int | None) -> None:
+        target = self._copy_away(step, need, buffer, receiver)
+        if receiver is not None:
+            self.arrived[receiver, need] = target
+            self.received[receiver].add(target)
+        elif need.samples is not None:
+            self._host_tensor(need).pieces.append((need.samples, target))
+
+    def _copy_away(self, step: Step, need: Need, buffer: int, receiver: int | None) -> int:
+        """Copy an output to another GPU (None: to the host); the buffer there."""
         if receiver is None:
             lane, kind, gpu = Lane.SWAP_OUT, TaskKind.SWAP_OUT, None
         else:
@@ -319,11 +341,7 @@ class _Walk:
             size=size, peer=receiver, reads=[buffer], writes=[target],
             group=None if receiver is None else self._group_on(receiver),
         )  # fmt: skip
-        if receiver is not None:
-            self.arrived[receiver, need] = target
-            self.received[receiver].add(target)
-        elif need.samples is not None:
-            self._host_tensor(need).pieces.append((need.samples, target))
+        return target
 
     def _changes_buffers(self, step: Step) -> bool:
         """Whether this step's forward is the one that counts for the module buffers (recompute changes none)."""

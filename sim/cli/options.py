@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, g
 
 import typer
 
-from ..plan import Pack, Reduce, Residency, UpdateOn, Writeback
+from ..plan import Pack, Reduce, Residency, StashPlace, UpdateOn, Writeback
 from ..planner.choice import PlanChoice
 from ..units import parse_bytes
 from .output import STDOUT
@@ -91,6 +91,16 @@ def packs(text: str) -> int | tuple[Pack, ...]:
             )
         found.append((int(first), int(last or first)))
     return tuple(found)
+
+
+def stash(text: str) -> StashPlace | tuple[StashPlace, ...]:
+    """``"keep"`` as the place of all stashes; ``"swap,keep"`` as one for each."""
+    try:
+        places = tuple(StashPlace(word.strip()) for word in text.split(","))
+    except ValueError as error:
+        words = ", ".join(place.value for place in StashPlace)
+        raise typer.BadParameter(f"{error}; write one of {words}, or a list such as swap,keep") from None
+    return places if "," in text else places[0]
 
 
 def _timeline(path: Path | None) -> Path | None:
@@ -235,6 +245,16 @@ class PlanOptions:
     prefetch: Annotated[
         bool | None,
         _choice("--prefetch/--no-prefetch", "Bring the next weights and inputs in early; default prefetch"),
+    ] = None
+    stash: Annotated[
+        Any,
+        _choice(
+            "--stash",
+            "Where the inputs of backward packs wait: swap or keep (on the GPU); or a list, one for each backward pack "
+            "but the first and the last; default swap",
+            metavar="PLACES",
+            parser=stash,
+        ),
     ] = None
     residency: Annotated[
         Residency | None, _choice("--residency", "What a baseline keeps on the GPU between tasks; default lru")

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ..errors import PlanError
-from ..plan import Pack, Policy, Reduce, Residency, UpdateOn, Writeback, fields_of
+from ..plan import Pack, Policy, Reduce, Residency, StashPlace, UpdateOn, Writeback, fields_of
 
 Packing = int | tuple[Pack, ...]
 """A count of packs, to be balanced by time, or the packs themselves."""
@@ -24,6 +24,7 @@ class PlanChoice(msgspec.Struct, frozen=True, kw_only=True):
     reduce: Reduce | None = None
     slots: int | None = None
     prefetch: bool | None = None
+    stash: StashPlace | tuple[StashPlace, ...] | None = None
     residency: Residency | None = None
     writeback: Writeback | None = None
     recompute: bool | None = None

@@ -17,7 +17,7 @@ from traces.schema import Phase
 
 from ..builders.order import is_data_parallel
 from ..hardware.machine import Machine
-from ..plan import HarmonyPlan, Pack, Reduce, UpdateOn, shares
+from ..plan import HarmonyPlan, Pack, Reduce, StashPlace, UpdateOn, shares
 from .ways import Ways
 
 Size = Callable[[int], int]
@@ -95,7 +95,8 @@ class Batches(NamedTuple):
 class _Place(NamedTuple):
     """All that the work of a pack's groups depends on, but for what leaves a forward pack.
 
-    ``gpu`` None: on all GPUs. ``through_host``: what comes from the pack before goes that way for certain.
+    ``gpu`` None: on all GPUs. ``through_host``: what comes from the pack before goes that way for certain. ``stash``:
+    where its stash waits, if it has one.
     """
 
     backward: bool
@@ -105,6 +106,7 @@ class _Place(NamedTuple):
     gpu: int | None
     owner: int
     through_host: bool
+    stash: StashPlace | None
     u_before: int | None
     gpu_before: int | None
 
@@ -144,7 +146,8 @@ class _Maker:
 
     def jobs(self, plan: HarmonyPlan) -> Iterator[Job]:
         """As :meth:`JobMaker.jobs`."""
-        stashed = frozenset(first for first, _ in plan.packs_bwd[1:-1])
+        swapped = [index for index, place in plan.stash_places.items() if place is StashPlace.SWAP]
+        stashed = frozenset(plan.packs_bwd[index][0] for index in swapped)
         fused_first = plan.packs_bwd[-1][0]
         for place in self._places(plan):
             leaving: tuple[int, ...] = ()
@@ -177,7 +180,9 @@ class _Maker:
             fused = is_backward and index == len(plan.packs_bwd) - 1
             recut = fused and plan.u_fwd != plan.u_bwd
             owner = index % plan.gpus if gpu is None else gpu
-            yield _Place(is_backward, fused, pack, u, gpu, owner, self._parallel or recut, u_before, gpu_before)
+            stash = plan.stash_places.get(index) if is_backward else None
+            through_host = self._parallel or recut
+            yield _Place(is_backward, fused, pack, u, gpu, owner, through_host, stash, u_before, gpu_before)
             u_before, gpu_before = u, gpu
 
     def _job(self, place: _Place, leaving: tuple[int, ...]) -> Job:
@@ -195,7 +200,7 @@ class _Maker:
         state_ns = sum(map(into.ns, state))
         boundary = self._boundary(place)
         is_first = place.u_before is None
-        come = self._home_inputs(place)
+        come = [] if place.stash is StashPlace.KEEP else self._other_inputs(place)
         if is_first or place.through_host:
             come = [*come, boundary]
         speed = self._machine.gpus[gpu].speed
@@ -232,7 +237,7 @@ class _Maker:
         if not place.backward:
             outside = costs.input_bytes(first, u) + costs.output_bytes(last, u)
             return outside + costs.forward_workspace_bytes(first, last, u)
-        outside = sum(size(u) for size in (self._boundary(place), *self._home_inputs(place)))
+        outside = sum(size(u) for size in (self._boundary(place), *self._other_inputs(place)))
         outside += costs.input_gradient_bytes(first, u) if first else 0
         return outside + costs.gradient_bytes(first, last) + costs.backward_workspace_bytes(first, last, u)
 
@@ -243,8 +248,8 @@ class _Maker:
             return lambda u: self._costs.input_gradient_bytes(last + 1, u)
         return lambda u: self._costs.input_bytes(first, u)
 
-    def _home_inputs(self, place: _Place) -> list[Size]:
-        """What a group takes from the host besides: labels, or its stash (layer 0: data)."""
+    def _other_inputs(self, place: _Place) -> list[Size]:
+        """What a group takes besides: labels, or its stash (layer 0: data)."""
         if not place.backward:
             return []
         return [self._costs.label_bytes if place.fused else lambda u: self._costs.input_bytes(place.pack[0], u)]

@@ -14,7 +14,7 @@ for each such *deal*, the number of forward packs modulo the number of GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -24,7 +24,7 @@ from traces.costs import Costs
 from traces.schema import Phase
 
 from ..hardware.machine import HOST, Machine
-from ..plan import Pack, Reduce, UpdateOn, shares
+from ..plan import Pack, Reduce, StashPlace, UpdateOn, shares
 from ..units import NS_PER_S
 from .group_work import Batches, Size
 from .ways import Ways
@@ -91,8 +91,8 @@ class Halves:
         busy[self._gpus + 2] += fetched + smallest / self._speeds.max() - _ROUNDING_NS
         return busy
 
-    def backward(self, u: int, packs: Sequence[Pack]) -> Busy:
-        """A row for each deal; only one in data parallel, where it does not matter."""
+    def backward(self, u: int, packs: Sequence[Pack], stash: Mapping[int, StashPlace]) -> Busy:
+        """A row for each deal; only one in data parallel, where it does not matter. ``stash``: by pack."""
         costs, last = self._costs, self._costs.layer_count - 1
         batches = self._batches(u)
 
@@ -114,7 +114,7 @@ class Halves:
         else:
             lasts = [pack_ns(pack, batches[0].last) for pack in packs]
             own = np.array([self._dealt(deal, work[:, 0] + updates, lasts, packs) for deal in range(self._gpus)])
-        into, out = self._backward_bytes(u, packs)
+        into, out = self._backward_bytes(u, packs, stash)
         busy = self._busy(own - _ROUNDING_NS * tasks, work.sum(), tasks, into, out, host)
         if self._update is UpdateOn.CPU:  # else the last byte in may be optimizer state
             smallest = min(pack_ns(packs[0], b.last) for b in batches)
@@ -149,12 +149,13 @@ class Halves:
             into, out = into + edges, edges + inputs[packs[-1][1] + 1]
         return into, out
 
-    def _backward_bytes(self, u: int, packs: Sequence[Pack]) -> tuple[float, float]:
+    def _backward_bytes(self, u: int, packs: Sequence[Pack], stash: Mapping[int, StashPlace]) -> tuple[float, float]:
         costs, last = self._costs, self._costs.layer_count - 1
         inputs = self._over_layers(u, costs.input_bytes)
         firsts = [first for first, _ in packs]
+        swapped = [packs[index][0] for index, place in stash.items() if place is StashPlace.SWAP]
         # In a pipeline the fused pack's input, and all gradients between packs, may come from other GPUs.
-        come = firsts if self._parallel or len(packs) == 1 else firsts[:-1]
+        come = [0, *swapped, *(firsts[1:][-1:] if self._parallel else [])]
         into = self._state_bytes(last) + self._total(u, costs.label_bytes) + sum(inputs[at] for at in come)
         gradient, out = costs.gradient_bytes(0, last), 0
         if self._parallel:
@@ -162,7 +163,7 @@ class Halves:
             edges = sum(gradients[at] for at in firsts[1:])
             into, out = into + edges, out + edges
         else:
-            out += sum(inputs[at] for at in firsts[1:-1])
+            out += sum(inputs[at] for at in swapped)
         if self._parallel and self._reduce is Reduce.HOST and self._gpus > 1:
             out += self._gpus * gradient
         elif self._update is UpdateOn.CPU:

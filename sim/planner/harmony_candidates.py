@@ -21,7 +21,7 @@ from traces.schema import Phase
 
 from ..errors import DoesNotFit, PlanError
 from ..hardware.machine import Machine
-from ..plan import HarmonyPlan, Pack, Policy, Reduce, UpdateOn, shares
+from ..plan import HarmonyPlan, Pack, Policy, Reduce, StashPlace, UpdateOn, shares, stash_places
 from .candidates import Candidates, Sizes, Times
 from .choice import Packing
 from .expectations import Expectations
@@ -53,6 +53,7 @@ class _Options(NamedTuple):
     reduce: Reduce
     prefetch: bool
     slots: int | None
+    stash: StashPlace | tuple[StashPlace, ...] = StashPlace.SWAP
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,11 @@ class _BackwardHalf:
     packs: tuple[Pack, ...]
     busy: Busy
     expected_ns: float
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a stash stays on a GPU, which demands equal microbatch sizes."""
+        return StashPlace.KEEP in stash_places(self.packs, self.options.stash).values()
 
     @property
     def stop(self) -> int:
@@ -114,7 +120,8 @@ class _Enumeration:
         pairs = []
         for half in self._backward_halves(forward_sizes):
             # Without layers in forward, or if sizes matter, the only forward size is the backward's.
-            for u in [half.u] if half.stop == 0 or self._same_size else forward_sizes:
+            sizes = [u for u in forward_sizes if u == half.u] if half.keeps else forward_sizes
+            for u in [half.u] if half.stop == 0 or self._same_size else sizes:
                 forward = self._forward_halves(half.stop, u)
                 if forward.packs:
                     pairs.append((half, forward))
@@ -164,12 +171,18 @@ class _Enumeration:
             sizes = [u for u in sizes if u in forward_sizes]
         for update in self._updates():
             cuts = [(u, packs) for u in sizes for packs in self._backward_cuts(u, update)]
-            for options in map(_Options._make, product([update], self._reduces(), self._space.prefetch, self._slots())):
+            choices = product([update], self._reduces(), self._space.prefetch, self._slots(), self._space.stash)
+            for options in map(_Options._make, choices):
                 halves = self._halves(update, options.reduce)
                 for u, packs in cuts:
+                    try:
+                        stash = stash_places(packs, options.stash)
+                    except PlanError as error:
+                        self._refusals.add(self._policy, Reason.PLAN, error)
+                        continue
                     before = _one_pack(packs[-1][0])
                     expected = self._expectations.backward_ns(self._plan(u, before, u, packs, options))
-                    yield _BackwardHalf(options, u, packs, halves.backward(u, packs), expected)
+                    yield _BackwardHalf(options, u, packs, halves.backward(u, packs, stash), expected)
 
     def _forward_halves(self, stop: int, u: int) -> _ForwardHalves:
         """All forward halves of the layers before ``stop`` and this microbatch size."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..plan import HarmonyPlan, Pack, PagedPlan, Plan, Policy
+from ..plan import HarmonyPlan, Pack, PagedPlan, Plan, Policy, StashPlace
 from ..schedule import Schedule
 from ..tables import MISSING, Table
 from ..timelines.timeline import Timeline
@@ -154,15 +155,25 @@ def describe(plan: Plan) -> str:
     match plan:
         case HarmonyPlan():
             slots = f", slots {plan.slots}" if plan.slots else ""
+            stash = _stash(plan)
             return (
                 f"{plan.policy.value} u {plan.u_fwd}/{plan.u_bwd}, packs {_count(plan.packs_fwd)}/"
-                f"{_count(plan.packs_bwd)}, update {plan.update.value}{slots}"
+                f"{_count(plan.packs_bwd)}, update {plan.update.value}{slots}{stash}"
             )
         case PagedPlan():
             saved = "" if plan.recompute else ", no recompute"
             ahead = f", prefetch {plan.prefetch_depth}" if plan.prefetch_depth else ""
             how = f"{plan.residency.value}, writeback {plan.writeback.value}{saved}{ahead}"
             return f"{plan.policy.value} u {plan.u_fwd}, {how}"
+
+
+def _stash(plan: HarmonyPlan) -> str:
+    """``, stash keep``, or how many of several stashes wait in each place; nothing if all are swapped."""
+    counts = Counter(plan.stash_places.values())
+    if not counts or set(counts) == {StashPlace.SWAP}:
+        return ""
+    words = [place.value if len(counts) == 1 else f"{count} {place.value}" for place, count in counts.items()]
+    return f", stash {' '.join(words)}"
 
 
 def _count(packs: tuple[Pack, ...]) -> int:

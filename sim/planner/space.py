@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import PlanError
-from ..plan import Policy, Reduce, Residency, UpdateOn, Writeback, fields_of
+from ..plan import Policy, Reduce, Residency, StashPlace, UpdateOn, Writeback, fields_of
 from .choice import Packing, PlanChoice
 
 ALL_COUNTS = 32
@@ -34,6 +34,7 @@ class Space:
     reduce: tuple[Reduce, ...] = (Reduce.RING,)
     slots: tuple[int | None, ...] | None = None
     prefetch: tuple[bool, ...] = (True,)
+    stash: tuple[StashPlace | tuple[StashPlace, ...], ...] = (StashPlace.SWAP,)
     residency: tuple[Residency, ...] = (Residency.LRU,)
     writeback: tuple[Writeback, ...] = (Writeback.ALWAYS, Writeback.DROP)
     recompute: tuple[bool, ...] = (True, False)

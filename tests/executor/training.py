@@ -6,7 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import product
+from itertools import cycle, islice, product
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,20 @@ from executor.running.optimizer import OptimizerFactory
 from executor.running.run import run
 from sim.builders import build
 from sim.hardware.machine import Machine
-from sim.plan import HarmonyPlan, Pack, PagedPlan, Plan, Policy, Reduce, Residency, UpdateOn, Writeback, pieces, shares
+from sim.plan import (
+    HarmonyPlan,
+    Pack,
+    PagedPlan,
+    Plan,
+    Policy,
+    Reduce,
+    Residency,
+    StashPlace,
+    UpdateOn,
+    Writeback,
+    pieces,
+    shares,
+)
 from sim.schedule import Interval, Schedule, TaskKind, TensorKind
 from sim.timelines.timeline import Timeline
 from tests.executor import made
@@ -174,7 +187,25 @@ PAGERS = (
     (Residency.NONE, Writeback.DROP, 2),
 )
 
+
+def stash_plans(packs: tuple[tuple[Pack, ...], tuple[Pack, ...]], u: int = 3) -> list[Plan]:
+    """Stashes that are not swapped, some or all, over one to three GPUs."""
+    stashes = len(packs[1]) - 2
+    mixed = tuple(islice(cycle(reversed(StashPlace)), stashes))
+    return [
+        harmony(policy, gpus, (u, u), packs, update=update, stash=stash)
+        for policy, gpus in (
+            (Policy.HARMONY_DP, 1),
+            (Policy.HARMONY_DP, 2),
+            (Policy.HARMONY_PP, 2),
+            (Policy.HARMONY_PP, 3),
+        )
+        for update, stash in ((UpdateOn.CPU, StashPlace.KEEP), (UpdateOn.GPU, mixed))
+    ]
+
+
 CHAIN_PACKS = ((0, 1), (2, 3), (4, 4)), ((0, 2), (3, 4), (5, 7))
+CHAIN_STASHES = ((0, 1), (2, 3), (4, 4)), ((0, 0), (1, 2), (3, 3), (4, 4), (5, 7))
 GPT2_PACKS = ((0, 0), (1, 2)), ((0, 1), (2, 2), (3, 5))
 
 
@@ -193,6 +224,8 @@ def name_of(plan: Plan) -> str:
         "prefetch_depth",
     )
     values = [getattr(plan, name, None) for name in fields]
+    if isinstance(plan, HarmonyPlan):
+        values += plan.stash_places.values()
     return "-".join(str(getattr(value, "value", value)) for value in values if value is not None)
 
 

@@ -7,7 +7,19 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from sim.builders.stages import cut_stages
-from sim.plan import HarmonyPlan, PagedPlan, Plan, Policy, Reduce, Residency, UpdateOn, Writeback, pieces, shares
+from sim.plan import (
+    HarmonyPlan,
+    PagedPlan,
+    Plan,
+    Policy,
+    Reduce,
+    Residency,
+    StashPlace,
+    UpdateOn,
+    Writeback,
+    pieces,
+    shares,
+)
 from sim.schedule import Schedule, TaskKind, TensorKind
 from traces.costs import Costs
 
@@ -64,9 +76,21 @@ def _firsts(packs: Iterable[tuple[int, int]]) -> list[int]:
     return [first for first, _ in packs]
 
 
+def _stashed(plan: HarmonyPlan, place: StashPlace) -> list[int]:
+    """Layers whose input is a stash that waits there."""
+    return [plan.packs_bwd[index][0] for index, where in plan.stash_places.items() if where is place]
+
+
+def _crosses(plan: HarmonyPlan, layer: int) -> bool:
+    """Whether a pipeline makes the stash x(layer) on another GPU than that of its backward pack."""
+    made = next(index for index, (first, last) in enumerate(plan.packs_fwd) if first < layer <= last + 1)
+    taken = next(index for index, (first, _) in enumerate(reversed(plan.packs_bwd)) if first == layer)
+    return made % plan.gpus != (len(plan.packs_fwd) + taken) % plan.gpus
+
+
 def _data_parallel(plan: HarmonyPlan, s: Letters) -> Moved:
     fused = plan.packs_bwd[-1]
-    forward_firsts, stash_points = _firsts(plan.packs_fwd[1:]), _firsts(plan.packs_bwd[1:-1])
+    forward_firsts, stash_points = _firsts(plan.packs_fwd[1:]), _stashed(plan, StashPlace.SWAP)
     boundaries = sum(map(s.x, [*forward_firsts, fused[0]]))
     gradients = sum(map(s.g, _firsts(plan.packs_bwd[1:])))
     by_host = plan.reduce is Reduce.HOST and plan.gpus > 1
@@ -101,7 +125,7 @@ def _data_parallel(plan: HarmonyPlan, s: Letters) -> Moved:
 
 def _pipeline(plan: HarmonyPlan, s: Letters) -> Moved:
     fused = plan.packs_bwd[-1]
-    stash = sum(map(s.x, _firsts(plan.packs_bwd[1:-1])))
+    stash = sum(map(s.x, _stashed(plan, StashPlace.SWAP)))
     through_host = s.x(fused[0]) if plan.u_fwd != plan.u_bwd else 0
     on_gpu = plan.update is UpdateOn.GPU
     return {
@@ -129,6 +153,7 @@ def _pipeline(plan: HarmonyPlan, s: Letters) -> Moved:
             {
                 TensorKind.ACTIVATION: sum(map(s.x, [*_firsts(plan.packs_fwd[1:]), fused[0]])) - through_host,
                 TensorKind.ACTIVATION_GRADIENT: sum(map(s.g, _firsts(plan.packs_bwd[1:]))),
+                TensorKind.STASH: sum(s.x(layer) for layer in _stashed(plan, StashPlace.KEEP) if _crosses(plan, layer)),
             }
         ),
         TaskKind.ALLREDUCE: Counter(),

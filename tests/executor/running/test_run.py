@@ -33,6 +33,7 @@ from sim.timelines.metrics import observed_host_peak_bytes, observed_peak_bytes
 from tests.executor import made
 from tests.executor.training import (
     CHAIN_PACKS,
+    CHAIN_STASHES,
     GPT2_PACKS,
     Make,
     adam,
@@ -50,6 +51,7 @@ from tests.executor.training import (
     paged,
     plainly,
     plans,
+    stash_plans,
     tied_chain,
     trace_of,
     train,
@@ -62,6 +64,7 @@ from traces.costs import Costs
 
 CHAIN_PLANS = [*plans(CHAIN_PACKS, 1), *plans(CHAIN_PACKS, 2), *plans(CHAIN_PACKS, 3)[::4]]
 GPT2_PLANS = [*plans(GPT2_PACKS, 1)[::2], *plans(GPT2_PACKS, 2)]
+CHAIN_PLANS += stash_plans(CHAIN_STASHES)
 CASES = [(chain, plan) for plan in CHAIN_PLANS] + [(gpt2, plan) for plan in GPT2_PLANS]
 
 
@@ -156,6 +159,7 @@ CUT_SENSITIVE = [
         for policy, gpus in ((Policy.HARMONY_DP, 1), (Policy.HARMONY_DP, 2), (Policy.HARMONY_PP, 2))
         for update in UpdateOn
     ),
+    *stash_plans((((0, 0), (1, 3)), ((0, 0), (1, 1), (2, 2), (3, 3), (4, 6))), u=2),
     harmony(Policy.HARMONY_PP, 3, (2, 2), (((0, 3),), ((0, 0), (1, 1), (2, 3), (4, 6)))),
     harmony(Policy.HARMONY_PP, 2, (3, 3), ((), ((0, 6),))),
     *(dp_swap(2, 2, residency=residency) for residency in Residency),

@@ -1,14 +1,15 @@
 """Byte counts of Harmony schedules equal the closed forms of the published analysis, exactly, for every tensor kind."""
 
-from itertools import product
+from itertools import cycle, islice, product
 
 import pytest
 from msgspec.structs import replace
 
 from sim.builders import build_from_costs
 from sim.hardware.machine import Gpu, Host, Machine
-from sim.plan import HarmonyPlan, Policy, Reduce, UpdateOn, pieces, shares
+from sim.plan import HarmonyPlan, Policy, Reduce, StashPlace, UpdateOn, pieces, shares
 from sim.schedule import TaskKind, TensorKind
+from sim.validation.validate import validate
 from tests.sim.closed_forms import closed_forms, moved
 from traces.costs import Costs
 from traces.synthetic import skewed_trace
@@ -54,6 +55,22 @@ def test_a_step_moves_what_the_closed_forms_say(packing, update, reduce, sizes, 
         packs_bwd=backward, update=update, reduce=reduce,
     )  # fmt: skip
     assert moved(build_from_costs(plan, costs, machine(gpus))) == closed_forms(plan, costs)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3])
+@pytest.mark.parametrize("policy", [Policy.HARMONY_DP, Policy.HARMONY_PP])
+@pytest.mark.parametrize("packing", range(len(PACKINGS)))
+@pytest.mark.parametrize("places", [(StashPlace.KEEP,), (StashPlace.SWAP, StashPlace.KEEP)])
+def test_stashes_that_stay_on_gpus_are_not_swapped(places, packing, policy, gpus):
+    costs = costs_of(1)
+    forward, backward = PACKINGS[packing]
+    plan = HarmonyPlan(
+        policy=policy, minibatch=8, gpus=gpus, u_fwd=3, u_bwd=3, packs_fwd=forward, packs_bwd=backward,
+        stash=tuple(islice(cycle(places), max(0, len(backward) - 2))),
+    )  # fmt: skip
+    schedule = build_from_costs(plan, costs, machine(gpus))
+    validate(schedule, costs.trace)
+    assert moved(schedule) == closed_forms(plan, costs)
 
 
 @pytest.mark.parametrize("slots", [1, 2])

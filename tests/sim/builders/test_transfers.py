@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from sim.builders import build, build_from_costs
 from sim.errors import DoesNotFit, PlanError
 from sim.hardware.machine import Gpu, Host, Machine
-from sim.plan import HarmonyPlan, Policy, UpdateOn
+from sim.plan import HarmonyPlan, Policy, StashPlace, UpdateOn
 from sim.schedule import Lane, Schedule, Task, TaskKind, TensorKind
 from sim.validation.validate import validate
 from traces.costs import Costs
@@ -151,3 +151,54 @@ def happens_before(schedule: Schedule):
     for before in schedule.predecessors:
         ancestors.append(set(before).union(*(ancestors[task] for task in before)))
     return lambda first, second: first in ancestors[second]
+
+
+SEVEN = {"packs_fwd": ((0, 1), (2, 4)), "packs_bwd": ((0, 0), (1, 2), (3, 4), (5, 6))}
+"""Packs of seven layers; the stashes x(1) and x(3) leave the first and the second forward pack from within."""
+
+
+def test_a_kept_stash_waits_on_the_gpu_of_its_backward():
+    trace = uniform_trace(7)
+    swapped = build(plan(policy=Policy.HARMONY_DP, **SEVEN), trace, machine(2))
+    kept = build(plan(policy=Policy.HARMONY_DP, stash=StashPlace.KEEP, **SEVEN), trace, machine(2))
+    assert [name for name in lane(swapped, 0, Lane.SWAP_OUT) if "stash" in name] == ["stash 1-1.0", "stash 3-3.0"]
+    assert not any("stash" in name for which in Lane for name in lane(kept, 0, which))
+    stashes = [buffer for buffer in kept.buffers if buffer.gpu == 0 and buffer.kind is TensorKind.STASH]
+    ends = [
+        (task.kind, task.layer_first)
+        for stash in stashes
+        for task in kept.tasks
+        if stash.id in (*task.allocates, *task.frees)
+    ]
+    assert ends == [(TaskKind.FORWARD, 0), (TaskKind.BACKWARD, 1), (TaskKind.FORWARD, 2), (TaskKind.BACKWARD, 3)]
+
+
+def test_a_pipeline_copies_a_kept_stash_to_the_gpu_of_its_backward_at_once():
+    """The forward is on GPU 0, backward packs are on GPUs 1, 0, 1, 0, the last one first: x(1) crosses, x(3) stays."""
+    fields = SEVEN | {"packs_fwd": ((0, 4),)}
+    schedule = build(plan(stash=StashPlace.KEEP, **fields), uniform_trace(7), machine(2))
+    sent = lane(schedule, 0, Lane.P2P_OUT)
+    assert sent[:4] == ["activation 5-5.0", "stash 1-1.0", "activation 5-5.1", "stash 1-1.1"]
+    assert not any("stash" in name for name in sent[4:])
+    swapped = build(plan(stash=(StashPlace.SWAP, StashPlace.KEEP), **fields), uniform_trace(7), machine(2))
+    assert not any("stash" in name for name in lane(swapped, 0, Lane.P2P_OUT))
+    assert lane(swapped, 0, Lane.SWAP_OUT)[:2] == ["stash 1-1.0", "stash 1-1.1"]
+
+
+def test_stashes_that_stay_need_the_memory_and_are_named_when_there_is_too_little():
+    trace = uniform_trace(7)
+    fields = {"policy": Policy.HARMONY_DP, "gpus": 1, "minibatch": 64} | SEVEN
+    cap = max(build(plan(**fields), trace, machine(1)).memory.gpu_peak_bytes)
+    with pytest.raises(DoesNotFit, match=r"of that stashes, which need not stay: --stash"):
+        build(plan(stash=StashPlace.KEEP, **fields), trace, machine(1, cap))
+
+
+def test_a_stash_can_be_kept_only_as_the_forward_cut_it():
+    with pytest.raises(PlanError, match="keep needs u_fwd = u_bwd; got 1 and 2"):
+        plan(u_fwd=1, stash=StashPlace.KEEP, **SEVEN)
+    plan(u_fwd=1, stash=StashPlace.KEEP)  # two packs have no stash
+
+
+def test_there_is_a_place_for_each_stash():
+    with pytest.raises(PlanError, match="1 places for 2 stashes"):
+        plan(stash=(StashPlace.KEEP,), **SEVEN)

@@ -12,7 +12,7 @@ from sim.engine.durations import CostDurations, Demands
 from sim.engine.simulate import run_step
 from sim.errors import DoesNotFit, PlanError
 from sim.hardware.machine import Gpu, Host, Link, Machine, NvLink
-from sim.plan import HarmonyPlan, Pack, PagedPlan, Plan, Policy, Reduce, Residency, UpdateOn, Writeback
+from sim.plan import HarmonyPlan, Pack, PagedPlan, Plan, Policy, Reduce, Residency, StashPlace, UpdateOn, Writeback
 from sim.planner.estimates import Estimator
 from tests.strategies import linear_traces
 from traces.costs import Costs
@@ -59,18 +59,21 @@ def packs(draw: st.DrawFn, layers: int) -> tuple[Pack, ...]:
 @st.composite
 def harmony_plans(draw: st.DrawFn, gpus: int, layers: int) -> HarmonyPlan:
     packs_bwd = packs(draw, layers)
+    u_fwd, u_bwd = draw(st.integers(1, 8)), draw(st.integers(1, 8))
+    places = st.sampled_from([place for place in StashPlace if u_fwd == u_bwd or place is not StashPlace.KEEP])
     return HarmonyPlan(
         policy=draw(st.sampled_from((Policy.HARMONY_DP, Policy.HARMONY_PP))),
         minibatch=draw(st.integers(gpus, 8)),
         gpus=gpus,
-        u_fwd=draw(st.integers(1, 8)),
-        u_bwd=draw(st.integers(1, 8)),
+        u_fwd=u_fwd,
+        u_bwd=u_bwd,
         packs_fwd=packs(draw, packs_bwd[-1][0]),
         packs_bwd=packs_bwd,
         update=draw(st.sampled_from(UpdateOn)),
         reduce=draw(st.sampled_from(Reduce)),
         slots=draw(st.none() | st.integers(1, 3)),
         prefetch=draw(st.booleans()),
+        stash=tuple(draw(places) for _ in packs_bwd[1:-1]),
     )
 
 

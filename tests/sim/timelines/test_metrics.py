@@ -117,6 +117,7 @@ def test_summary_of_a_simulation() -> None:
         "reduce": "ring",
         "slots": None,
         "prefetch": True,
+        "stash": "swap",
     }
     assert figures["step_time_s"] == 744e-9
     assert figures["step_times_s"] == [744e-9, 744e-9]
