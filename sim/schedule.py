@@ -152,15 +152,20 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the schedule holds at most, by plan: per GPU against its cap, and in the host.
 
-    ``host_store_bytes`` is held throughout (weights, gradients, optimizer state, buffers, data); ``host_peak_bytes``
-    adds the most that dynamic host buffers reach. ``host_cap_bytes`` None: unlimited.
+    ``host_store`` is held throughout: bytes of weights, gradients, optimizer state, buffers and data.
+    ``host_peak_bytes`` adds the most that dynamic host buffers reach. ``host_cap_bytes`` None: unlimited.
     """
 
     gpu_peak_bytes: tuple[int, ...]
     gpu_cap_bytes: tuple[int, ...]
-    host_store_bytes: int
+    host_store: dict[TensorKind, int]
     host_peak_bytes: int
     host_cap_bytes: int | None
+
+    @property
+    def host_store_bytes(self) -> int:
+        """All that the host holds throughout."""
+        return sum(self.host_store.values())
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):

@@ -110,12 +110,7 @@ class Session:
             end_ns=[end - origin for end in ends],
             copied_bytes=walked.copied_bytes,
             memory=[
-                MemoryChange(
-                    self._devices.time_ns(change.mark) - origin,
-                    buffers[change.buffer].gpu,
-                    buffers[change.buffer].kind,
-                    change.bytes,
-                )
+                MemoryChange(self._devices.time_ns(change.mark) - origin, buffers[change.buffer], change.bytes)
                 for change in walked.changes
             ],
         )

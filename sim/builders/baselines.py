@@ -25,7 +25,7 @@ from .paged_tasks import PagedGpu, StoreOrder, play_together
 from .paging import Event, PagedStep, Pager, Tensor
 from .plain_steps import PlainSteps
 from .stages import assignments, turns
-from .store_bytes import store_bytes
+from .store_bytes import store_by_kind
 
 
 def build_paged(plan: PagedPlan, costs: Costs, machine: Machine) -> Schedule:
@@ -53,17 +53,18 @@ def build_paged(plan: PagedPlan, costs: Costs, machine: Machine) -> Schedule:
     assign_lifetimes(draft)
     gpu_peaks = count_pages(draft, caps)
     copies = plan.gpus if plan.policy.has_private_stores else 1
-    host_store = store_bytes(costs, plan.minibatch, copies=copies)
-    host_peak = host_store + count_host(draft, plan.gpus)
+    host_store = store_by_kind(costs, plan.minibatch, copies=copies)
+    host_store_bytes = sum(host_store.values())
+    host_peak = host_store_bytes + count_host(draft, plan.gpus)
     host_cap = machine.host.memory_bytes
     if host_cap is not None and host_peak > host_cap:
         whose = f"{copies} private copies of the state" if plan.policy.has_private_stores else "the state"
-        what = f"{whose} ({host_store} B with the data) and what goes out besides"
+        what = f"{whose} ({host_store_bytes} B with the data) and what goes out besides"
         raise DoesNotFit(None, (0, costs.layer_count - 1), what, host_peak, host_cap)
     memory = MemoryPlan(
         gpu_peak_bytes=gpu_peaks,
         gpu_cap_bytes=caps,
-        host_store_bytes=host_store,
+        host_store=host_store,
         host_peak_bytes=host_peak,
         host_cap_bytes=host_cap,
     )

@@ -18,7 +18,7 @@ from ..schedule import MemoryPlan, Schedule, TaskKind
 from .draft import assign_lifetimes, finish
 from .memory import GroupDoesNotFit, count_host, place
 from .order import Group, linearize, place_groups, steps_by_gpu
-from .store_bytes import store_bytes
+from .store_bytes import store_by_kind
 from .transfers import Ahead, add_transfers
 
 
@@ -38,16 +38,17 @@ def build_harmony(plan: HarmonyPlan, costs: Costs, machine: Machine) -> Schedule
         relaxed = [_relax(ahead, groups, refusal) for refusal in _first_of_each_group(placed.refusals)]
         if not any(relaxed):
             raise placed.refusals[0]
-    store = store_bytes(costs, plan.minibatch, copies=1)
+    store = store_by_kind(costs, plan.minibatch, copies=1)
+    state_bytes = sum(store.values())
     memory = MemoryPlan(
         gpu_peak_bytes=placed.peaks,
         gpu_cap_bytes=caps,
-        host_store_bytes=store,
-        host_peak_bytes=store + count_host(draft, plan.gpus),
+        host_store=store,
+        host_peak_bytes=state_bytes + count_host(draft, plan.gpus),
         host_cap_bytes=machine.host.memory_bytes,
     )
     if memory.host_cap_bytes is not None and memory.host_peak_bytes > memory.host_cap_bytes:
-        what = f"model state ({store} B), data and stash"
+        what = f"model state ({state_bytes} B), data and stash"
         raise DoesNotFit(None, (0, costs.layer_count - 1), what, memory.host_peak_bytes, memory.host_cap_bytes)
     return finish(
         draft, model=costs.trace.model, plan=plan, layers=costs.layer_count, memory=memory, offsets=placed.offsets

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from traces.costs import Costs
 
+from ..schedule import TensorKind
+
 
 def store_bytes(costs: Costs, minibatch: int, copies: int) -> int:
-    """Bytes of ``copies`` copies of all state (weights, gradients, optimizer state, buffers), and the minibatch's data.
+    """All of :func:`store_by_kind`."""
+    return sum(store_by_kind(costs, minibatch, copies).values())
+
+
+def store_by_kind(costs: Costs, minibatch: int, copies: int) -> dict[TensorKind, int]:
+    """Bytes of ``copies`` copies of all state (weights, buffers, gradients, optimizer state), and the minibatch's data.
 
     A tied weight lies in a copy once; each layer that uses it has its own partial gradient.
     """
     last = costs.layer_count - 1
-    state = (
-        costs.weight_bytes(0, last)
-        - _tied_again(costs)
-        + costs.gradient_bytes(0, last)
-        + costs.optimizer_state_bytes(0, last)
-        + costs.buffer_bytes(0, last)
-    )
-    return copies * state + _data_bytes(costs, minibatch)
+    return {
+        TensorKind.WEIGHT: copies * (costs.weight_bytes(0, last) - _tied_again(costs)),
+        TensorKind.BUFFER: copies * costs.buffer_bytes(0, last),
+        TensorKind.GRADIENT: copies * costs.gradient_bytes(0, last),
+        TensorKind.OPTIMIZER_STATE: copies * costs.optimizer_state_bytes(0, last),
+        TensorKind.DATA: _data_bytes(costs, minibatch),
+    }
 
 
 def _tied_again(costs: Costs) -> int:

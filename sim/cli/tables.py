@@ -107,8 +107,11 @@ def _headlines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "throughput", MISSING if throughput is None else f"{throughput:.4g} samples/s"
     yield from _plan_lines(summary["plan"])
     for gpu, (peak, cap) in enumerate(zip(summary["peak_memory_bytes"], summary["memory_cap_bytes"], strict=True)):
-        yield f"peak memory GPU {gpu}", f"{format_bytes(peak)} of {format_bytes(cap)}"
+        gaps = f", {summary['fragmentation'][gpu]:.0%} of it gaps" if "fragmentation" in summary else ""
+        yield f"peak memory GPU {gpu}", f"{format_bytes(peak)} of {format_bytes(cap)}{gaps}"
     yield "peak memory host", format_bytes(summary["host_peak_bytes"])
+    for device, peaks in summary.get("held_at_peak", {}).items():
+        yield f"held at peak {device if device == 'host' else f'GPU {device}'}", _held(peaks["observed"])
     yield (
         "between GPUs",
         f"{format_bytes(summary['p2p_bytes'])} p2p, {format_bytes(summary['allreduce_bytes'])} all-reduce",
@@ -120,6 +123,13 @@ def _headlines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "time goes to", ", ".join(f"{cause} {share:.0%}" for cause, share in shares if share >= 0.005)
     if "provenance" in summary:
         yield "layer times", ", ".join(f"{count} {source}" for source, count in summary["provenance"].items())
+
+
+def _held(held: dict[str, Any]) -> str:
+    """Bytes in all and by tensor kind, largest first; what is under a hundredth goes without saying."""
+    kinds = sorted(held["by_kind"].items(), key=lambda item: -item[1])
+    parts = [f"{kind} {format_bytes(size)}" for kind, size in kinds if size >= 0.01 * held["bytes"]]
+    return f"{format_bytes(held['bytes'])}: {', '.join(parts)}" if parts else "nothing"
 
 
 def _plan_lines(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -102,6 +102,19 @@ def observed_host_peak_bytes(timeline: Timeline) -> int:
     return timeline.info.host_store_bytes + _observed_peaks(timeline).get(HOST, 0)
 
 
+def fragmentation(timeline: Timeline) -> list[float]:
+    """For each GPU the share of its planned peak that gaps between buffers take: 1 - held / peak.
+
+    The planned peak is the highest address that the plan needs, held is the most that buffers take at once in the
+    schedule's total order. Plans that count buffers instead of placing them have no gaps.
+    """
+    info = timeline.info
+    return [
+        1 - info.held_at_peak[str(gpu)].planned.bytes / peak if peak else 0.0
+        for gpu, peak in enumerate(info.gpu_planned_peak_bytes)
+    ]
+
+
 def summary(timeline: Timeline) -> dict[str, Any]:
     """See :meth:`Timeline.summary`."""
     info = timeline.info
@@ -132,6 +145,9 @@ def summary(timeline: Timeline) -> dict[str, Any]:
         "busy_s": busy_s(timeline),
         "notes": info.notes,
     }
+    if info.held_at_peak:
+        figures["held_at_peak"] = {device: peaks.to_dict() for device, peaks in info.held_at_peak.items()}
+        figures["fragmentation"] = fragmentation(timeline)
     if info.lower_bound_ns is not None:
         figures["lower_bound_s"] = info.lower_bound_ns / NS_PER_S
     if info.critical_path is not None:

@@ -13,16 +13,25 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ..errors import ScheduleError
-from ..schedule import Schedule, TensorKind
+from ..schedule import Buffer, Schedule, TensorKind
 
 
 class MemoryChange(NamedTuple):
-    """Bytes that a GPU (None: the host) begins (+) or ceases (-) to hold for a tensor of this kind."""
+    """Bytes that a GPU (None: the host) begins (+) or ceases (-) to hold for a buffer."""
 
     time_ns: int
-    gpu: int | None
-    tensor_kind: TensorKind
+    buffer: Buffer
     delta_bytes: int
+
+    @property
+    def gpu(self) -> int | None:
+        """Whose memory."""
+        return self.buffer.gpu
+
+    @property
+    def tensor_kind(self) -> TensorKind:
+        """What kind of tensor it holds."""
+        return self.buffer.kind
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,7 @@ def _planned_changes(schedule: Schedule, times: StepTimes) -> Iterator[MemoryCha
         for time, ids, sign in ((start, task.allocates, 1), (end, task.frees, -1)):
             for number in ids:
                 buffer = schedule.buffers[number]
-                yield MemoryChange(time, buffer.gpu, buffer.kind, sign * buffer.bytes)
+                yield MemoryChange(time, buffer, sign * buffer.bytes)
 
 
 def peak_bytes(changes: Iterable[MemoryChange]) -> dict[int | None, int]:

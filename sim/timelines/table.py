@@ -10,7 +10,7 @@ import pandas as pd
 
 from ..errors import TimelineError
 from ..schedule import Lane, Schedule, TaskKind, TensorKind
-from .replay import StepTimes, memory_changes
+from .replay import MemoryChange, StepTimes
 
 HOST = -1
 """The host in the memory table's ``gpu`` column."""
@@ -75,12 +75,12 @@ def task_table(schedule: Schedule, steps: Sequence[StepTimes]) -> pd.DataFrame:
     return frame(columns, TASK_COLUMNS)
 
 
-def memory_table(schedule: Schedule, steps: Sequence[StepTimes]) -> pd.DataFrame:
+def memory_table(steps: Sequence[Sequence[MemoryChange]]) -> pd.DataFrame:
     """A row per step and allocation or free, by time."""
     rows = [
         (step, change.time_ns, HOST if change.gpu is None else change.gpu, change.tensor_kind.value, change.delta_bytes)
-        for step, times in enumerate(steps)
-        for change in memory_changes(schedule, times)
+        for step, changes in enumerate(steps)
+        for change in changes
     ]
     names = list(MEMORY_COLUMNS)
     return frame({name: [row[at] for row in rows] for at, name in enumerate(names)}, MEMORY_COLUMNS)

@@ -19,11 +19,12 @@ from traces.errors import HarmonyError
 
 from ..errors import TimelineError
 from ..plan import Plan
-from ..schedule import Schedule
+from ..schedule import Schedule, TensorKind
 from ..units import format_seconds
 from . import metrics
 from .files import Tables, read_tables, write_tables
-from .replay import StepTimes
+from .held import Peaks, held_at_peaks
+from .replay import StepTimes, memory_changes
 from .table import check_tables, memory_table, task_table
 
 Source = Literal["simulated", "measured"]
@@ -34,8 +35,8 @@ class TimelineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     ``steps`` counts all recorded steps, the first ``warmup_steps`` of which no figure uses. ``critical_path`` gives
     shares by cause, of the typical step; when measured, recompute counts as compute. ``provenance`` says how many
-    durations of the trace came from where; it and ``lower_bound_ns`` are there only when simulated. ``notes`` holds
-    whatever else the maker has to say, as plain JSON.
+    durations of the trace came from where; it and ``lower_bound_ns`` are there only when simulated. ``held_at_peak`` is
+    by GPU (``"0"``, ``"1"``, …) and ``"host"``. ``notes`` holds whatever else the maker has to say, as plain JSON.
     """
 
     source: Source
@@ -48,7 +49,8 @@ class TimelineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     gpu_planned_peak_bytes: tuple[int, ...]
     gpu_cap_bytes: tuple[int, ...]
     host_planned_peak_bytes: int
-    host_store_bytes: int
+    host_store: dict[TensorKind, int]
+    held_at_peak: dict[str, Peaks] = {}
     lower_bound_ns: int | None = None
     critical_path: dict[str, float] | None = None
     provenance: dict[str, int] | None = None
@@ -75,8 +77,13 @@ class TimelineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             gpu_planned_peak_bytes=schedule.memory.gpu_peak_bytes,
             gpu_cap_bytes=schedule.memory.gpu_cap_bytes,
             host_planned_peak_bytes=schedule.memory.host_peak_bytes,
-            host_store_bytes=schedule.memory.host_store_bytes,
+            host_store=schedule.memory.host_store,
         )
+
+    @property
+    def host_store_bytes(self) -> int:
+        """What the host holds throughout."""
+        return sum(self.host_store.values())
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -94,7 +101,9 @@ class Timeline:
     @classmethod
     def from_times(cls, schedule: Schedule, info: TimelineInfo, steps: Sequence[StepTimes]) -> Timeline:
         """The timeline of a schedule that ran at these times, warm-up steps first."""
-        return cls(info, task_table(schedule, steps), memory_table(schedule, steps))
+        changes = [memory_changes(schedule, times) for times in steps]
+        known = msgspec.structs.replace(info, held_at_peak=held_at_peaks(schedule, changes))
+        return cls(known, task_table(schedule, steps), memory_table(changes))
 
     @property
     def step_times_ns(self) -> list[int]:

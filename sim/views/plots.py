@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 import matplotlib.pyplot as plt
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
@@ -114,9 +115,25 @@ def plot_memory(timeline: Timeline, gpu: int | None = 0, ax: Axes | None = None)
             highest = max(highest, cap)
         title += f"; planned peak {format_bytes(peak)} of {format_bytes(cap)}"
     ax.set_ylim(0, _HEADROOM * highest / scale or 1)
+    if kinds:
+        _mark_most(ax, held, begin, time_scale, scale)
     ax.set_title(title, loc="left")
     _legend(ax, {kind.value: TENSOR_COLOURS[kind] for kind in kinds})
     return ax
+
+
+def _mark_most(ax: Axes, held: pd.DataFrame, begin: int, time_scale: int, scale: int) -> None:
+    """A mark where most is held, with what that is, largest first."""
+    row = int(held.sum(axis=1).to_numpy().argmax())
+    sizes = sorted(((float(held[name].iloc[row]), str(name)) for name in held.columns), reverse=True)
+    most = sum(size for size, _ in sizes)
+    named = [f"{name.replace('_', ' ')} {format_bytes(size)}" for size, name in sizes if size >= 0.1 * most]
+    place = ((int(held.index[row]) - begin) / time_scale, most / scale)
+    ax.plot(*place, marker="v", color="black", markersize=5, clip_on=False)
+    side = "left" if place[0] < ax.get_xlim()[1] / 2 else "right"
+    text = f"most held {format_bytes(most)}: {', '.join(named)}"
+    box = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 1}
+    ax.annotate(text, place, (0, -6), textcoords="offset points", ha=side, va="top", fontsize="small", bbox=box)
 
 
 def _limit(ax: Axes, level: float, name: str, style: str, place: float, side: Literal["left", "right"]) -> None:

@@ -90,7 +90,7 @@ class Hand:
         memory = MemoryPlan(
             gpu_peak_bytes=(gpu_peak,) * self.plan.gpus,
             gpu_cap_bytes=(gpu_peak,) * self.plan.gpus,
-            host_store_bytes=host_store,
+            host_store={TensorKind.WEIGHT: host_store},
             host_peak_bytes=host_peak,
             host_cap_bytes=None,
         )

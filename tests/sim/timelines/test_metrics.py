@@ -81,20 +81,23 @@ def test_steps_that_move_different_bytes_are_an_error() -> None:
 
 
 def test_observed_peaks_are_the_largest_of_any_step() -> None:
-    stash = TensorKind.STASH
+    hand = Hand(plan(gpus=2))
+    for gpu in (1, 1, None):
+        hand.buffer(TensorKind.STASH, 0, 0, gpu=gpu)
+    first, second, in_host = hand.buffers
 
     def changes(gpu_bytes: int, host_bytes: int) -> list[MemoryChange]:
         return [
-            MemoryChange(0, 1, stash, gpu_bytes),
-            MemoryChange(0, None, stash, host_bytes),
-            MemoryChange(5, 1, stash, -gpu_bytes),
-            MemoryChange(5, 1, stash, 3),
-            MemoryChange(9, 1, stash, -3),
-            MemoryChange(9, None, stash, -host_bytes),
+            MemoryChange(0, first, gpu_bytes),
+            MemoryChange(0, in_host, host_bytes),
+            MemoryChange(5, first, -gpu_bytes),
+            MemoryChange(5, second, 3),
+            MemoryChange(9, second, -3),
+            MemoryChange(9, in_host, -host_bytes),
         ]
 
     schedule = two_gpus()
-    schedule = replace(schedule, memory=replace(schedule.memory, host_store_bytes=1000))
+    schedule = replace(schedule, memory=replace(schedule.memory, host_store={TensorKind.DATA: 1000}))
     steps = [step(LENGTHS, memory=changes(40, 8)), step(LENGTHS, 10**6, memory=changes(30, 9))]
     timeline = of(schedule, *steps)
     assert metrics.observed_peak_bytes(timeline) == [0, 40]

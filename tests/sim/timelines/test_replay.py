@@ -55,19 +55,20 @@ def test_duration_is_from_first_start_to_last_end() -> None:
 
 def test_memory_changes_by_time() -> None:
     schedule = two_lanes().schedule()
-    weight = TensorKind.WEIGHT
+    first, second = schedule.buffers
     assert memory_changes(schedule, replay_times(schedule, [5, 7, 1, 2])) == [
-        MemoryChange(0, 0, weight, 10),
-        MemoryChange(5, 0, weight, 20),
-        MemoryChange(12, 0, weight, -10),
-        MemoryChange(14, 0, weight, -20),
+        MemoryChange(0, first, 10),
+        MemoryChange(5, second, 20),
+        MemoryChange(12, first, -10),
+        MemoryChange(14, second, -20),
     ]
 
 
 def test_recorded_memory_comes_before_the_plans() -> None:
-    recorded = [MemoryChange(9, 0, TensorKind.STASH, -4), MemoryChange(2, 0, TensorKind.STASH, 4)]
+    schedule = two_lanes().schedule()
+    recorded = [MemoryChange(9, schedule.buffers[0], -4), MemoryChange(2, schedule.buffers[0], 4)]
     times = StepTimes([0] * 4, [0] * 4, memory=recorded)
-    assert memory_changes(two_lanes().schedule(), times) == recorded[::-1]
+    assert memory_changes(schedule, times) == recorded[::-1]
 
 
 @pytest.mark.parametrize(("lengths", "peak"), [([5, 7, 1, 2], 30), ([5, 0, 1, 2], 20)])
@@ -78,17 +79,19 @@ def test_what_is_freed_at_a_moment_makes_room_for_what_comes_then(lengths: list[
 
 
 def test_the_order_within_a_moment_does_not_matter() -> None:
-    stash = TensorKind.STASH
-    changes = [MemoryChange(0, 0, stash, 10), MemoryChange(5, 0, stash, 20), MemoryChange(5, 0, stash, -10)]
+    first, second = two_lanes().buffers
+    changes = [MemoryChange(0, first, 10), MemoryChange(5, second, 20), MemoryChange(5, first, -10)]
     assert peak_bytes(changes) == peak_bytes([changes[0], changes[2], changes[1]]) == {0: 20}
 
 
 def test_peaks_are_kept_apart_by_device() -> None:
+    hand = Hand(plan(gpus=2))
+    on = {gpu: hand.buffers[hand.buffer(TensorKind.DATA, 0, 9, gpu=gpu)] for gpu in (0, 1, None)}
     changes = [
-        MemoryChange(0, 0, TensorKind.DATA, 5),
-        MemoryChange(0, None, TensorKind.STASH, 7),
-        MemoryChange(1, 1, TensorKind.DATA, 3),
-        MemoryChange(1, 0, TensorKind.DATA, -5),
+        MemoryChange(0, on[0], 5),
+        MemoryChange(0, on[None], 7),
+        MemoryChange(1, on[1], 3),
+        MemoryChange(1, on[0], -5),
     ]
     assert peak_bytes(changes) == {0: 5, None: 7, 1: 3}
 
@@ -105,7 +108,7 @@ def test_the_hosts_peak_has_its_store() -> None:
 
 
 def test_steps_in_sequence_begin_where_the_one_before_ended() -> None:
-    change = MemoryChange(7, 0, TensorKind.WEIGHT, 5)
+    change = MemoryChange(7, two_lanes().buffers[0], 5)
     placed = in_sequence([StepTimes([5, 6], [9, 8], copied_bytes=[1, 2], memory=[change]), StepTimes([0, 2], [2, 3])])
     assert placed == [
         StepTimes([0, 1], [4, 3], copied_bytes=[1, 2], memory=[change._replace(time_ns=2)]),

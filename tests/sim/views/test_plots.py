@@ -12,6 +12,7 @@ from matplotlib.colors import to_hex, to_rgb
 
 from sim.schedule import TaskKind, TensorKind
 from sim.timelines.spans import held_bytes, spans
+from sim.units import format_bytes
 from sim.views.colours import TASK_COLOURS, TENSOR_COLOURS
 from sim.views.plots import plot_lanes, plot_memory, plot_swap_bytes
 from tests.sim.made_timelines import MILLISECOND, data_parallel, durations, pipeline, swapping, timeline
@@ -98,9 +99,21 @@ def test_memory_is_stacked_to_what_is_held(gpu: int | None) -> None:
 
 def test_the_cap_is_drawn_where_it_is_near() -> None:
     near, far = plot_memory(timeline(swapping())), plot_memory(timeline(data_parallel()))
-    assert [text.get_text() for text in near.texts] == ["planned peak", "cap"]
-    assert [text.get_text() for text in far.texts] == ["planned peak"]
+    assert [text.get_text() for text in near.texts[:-1]] == ["planned peak", "cap"]
+    assert [text.get_text() for text in far.texts[:-1]] == ["planned peak"]
     assert "of 38.15 MiB" in near.get_title(loc="left")
+
+
+@pytest.mark.parametrize("gpu", [1, None])
+def test_the_moment_of_most_is_marked_with_what_is_held_then(gpu: int | None) -> None:
+    shown = timeline(data_parallel())
+    ax = plot_memory(shown, gpu)
+    held = held_bytes(shown, gpu)
+    most = held.sum(axis=1)
+    (mark,) = [line for line in ax.lines if line.get_marker() == "v"]
+    assert (mark.get_xdata()[0] * MILLISECOND, mark.get_ydata()[0] * MIB) == pytest.approx((most.idxmax(), most.max()))
+    largest = held.loc[most.idxmax()].idxmax()
+    assert ax.texts[-1].get_text().startswith(f"most held {format_bytes(most.max())}: {largest.replace('_', ' ')} ")
 
 
 def test_axes_that_are_handed_in_are_drawn_into() -> None:
