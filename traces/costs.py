@@ -65,6 +65,7 @@ class Costs:
         self._gradient = _prefix([layer.gradient_bytes for layer in layers])
         self._state = _prefix([layer.optimizer_state_bytes for layer in layers])
         self._owned, self._partners = self._ownership()
+        self._update_bytes = _prefix([self._moved_by_update(layer) for layer in range(self.layer_count)])
         self._updates = {phase: self._update_rows(phase) for phase in Phase if phase.is_update}
 
     # Times, in nanoseconds on the trace's device.
@@ -185,6 +186,11 @@ class Costs:
         """Weight bytes that the layer's update changes: its own, and the tied ones it is the first to use."""
         return self._owned[layer]
 
+    def update_bytes(self, first: int, last: int) -> int:
+        """What the update of the layers' own weights moves to and from memory: weights, gradients and optimizer state
+        are read, weights and state written."""
+        return self._update_bytes[last + 1] - self._update_bytes[first]
+
     def updates(self, layer: int) -> bool:
         """Whether the layer owns weights that are trained."""
         return self._owned[layer] > 0
@@ -294,6 +300,13 @@ class Costs:
             shared = {user for tied in layer.tied if groups[tied.group][0] == index for user in groups[tied.group]}
             partners.append(tuple(sorted(shared - {index})))
         return owned, partners
+
+    def _moved_by_update(self, index: int) -> int:
+        """Of a layer with tied weights of others, the gradient counts in the proportion of its own."""
+        layer, owned = self.trace.layers[index], self._owned[index]
+        if not owned:
+            return 0
+        return 2 * (owned + layer.optimizer_state_bytes) + layer.gradient_bytes * owned // layer.weight_bytes
 
     def _update_rows(self, phase: Phase) -> _Updates:
         rows = {row.layer: row for row in self.trace.times if row.phase is phase}

@@ -105,7 +105,7 @@ def cuda_machine() -> Machine:
 
 
 def measured_host(host: Host) -> Host:
-    """``host`` with this computer's memory, cores and the rate of a plain copy in memory."""
+    """``host`` with this computer's memory, cores, and what a plain copy in memory reads and writes together."""
     source = torch.ones(MEMCPY_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
     durations = []
@@ -116,7 +116,7 @@ def measured_host(host: Host) -> Host:
     return msgspec.structs.replace(
         host,
         memory_bytes=psutil.virtual_memory().total,
-        dram_bandwidth=MEMCPY_BYTES / min(durations) * NS_PER_S,
+        dram_bandwidth=2 * MEMCPY_BYTES / min(durations) * NS_PER_S,
         cores=_cores(),
     )
 

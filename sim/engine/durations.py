@@ -1,9 +1,14 @@
 """What every task takes: time of its own (``delay_ns``), and then bytes over the fabric (``flows``).
 
     forward, backward, update    time, from the trace and the speed of the device
+    update in the host           that time of the trace's threads, and all bytes of host memory that it reads and writes
     swap in, swap out, P2P       the route's delay, then the bytes over the route
     all-reduce                   the same, over every edge of the ring at once
-    reduce                       bytes through host memory
+    reduce                       bytes through host memory, and as many threads as an update has
+
+Work in the host shares the cores and host memory. Alone, an update takes what the trace says, always: it asks for cores
+and host memory evenly over that time, and for no more than the machine has (how fast the host is, is said by its
+``speed``). Then it ends when it has had both. A trace that does not say its threads asks for no cores.
 
 A task's time may be injected (:class:`Durations`), which is how tests draw random timings.
 """
@@ -18,6 +23,7 @@ from traces.costs import Costs
 from traces.schema import Phase
 
 from ..hardware.fabric import Fabric, Route
+from ..hardware.fluid import SLACK_NS
 from ..hardware.machine import Machine
 from ..schedule import Task, TaskKind
 from ..units import NS_PER_S
@@ -29,19 +35,24 @@ class Durations(Protocol):
     def compute_ns(self, task: Task) -> int:
         """How long a forward, backward or update lasts."""
 
-    def reduce_bytes(self, task: Task) -> int:
-        """Bytes that a reduction in host memory reads and writes."""
+    def host_bytes(self, task: Task) -> int:
+        """Bytes of host memory that an update or a reduction in the host reads and writes."""
+
+    @property
+    def threads(self) -> int:
+        """Cores that an update or a reduction in the host keeps busy; 0 if that is unknown."""
 
 
 class CostDurations:
     """Durations from a trace: its times over the device's speed.
 
     A backward repeats the forward first, unless it says otherwise. A reduction reads the gradient of each of
-    ``replicas`` GPUs and writes one.
+    ``replicas`` GPUs and writes one; what an update moves is said in :meth:`~traces.costs.Costs.update_bytes`.
     """
 
     def __init__(self, costs: Costs, machine: Machine, replicas: int) -> None:
         self._costs, self._replicas = costs, replicas
+        self.threads = costs.trace.threads
         self._host_speed = machine.host.speed
         self._speeds = [gpu.speed for gpu in machine.gpus]
 
@@ -60,9 +71,11 @@ class CostDurations:
                 raise ValueError(f"{task} does not compute")
         return round(duration / speed)
 
-    def reduce_bytes(self, task: Task) -> int:
-        """Bytes that a reduction in host memory reads and writes."""
-        return (self._replicas + 1) * self._costs.gradient_bytes(task.layer_first, task.layer_last)
+    def host_bytes(self, task: Task) -> int:
+        """Bytes of host memory that an update or a reduction in the host reads and writes."""
+        if task.kind is TaskKind.REDUCE:
+            return (self._replicas + 1) * self._costs.gradient_bytes(task.layer_first, task.layer_last)
+        return self._costs.update_bytes(task.layer_first, task.layer_last)
 
 
 def recompute_ns(task: Task, costs: Costs) -> int:
@@ -105,7 +118,10 @@ class Flow(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """``delay_ns`` first, then all ``flows`` at once; the task ends with the last of them."""
+    """``delay_ns`` first, then all ``flows`` at once; the task ends with the last of them.
+
+    The flows of work in the host are nanoseconds of one core, and bytes of host memory.
+    """
 
     delay_ns: int
     flows: tuple[Flow, ...]
@@ -117,7 +133,7 @@ class Demands:
     def __init__(self, machine: Machine, durations: Durations, gpus: int) -> None:
         self.fabric, self.sharing = Fabric(machine), machine.sharing
         self._durations = durations
-        self._ring, self._memory = self.fabric.ring(gpus), self.fabric.host_memory()
+        self._host, self._ring = machine.host, self.fabric.ring(gpus)
         self._routes: dict[tuple[TaskKind, int | None, int | None], Route] = {}
         self._known: dict[int, Demand] = {}
 
@@ -130,6 +146,8 @@ class Demands:
 
     def _work_out(self, task: Task) -> Demand:
         match task.kind:
+            case TaskKind.UPDATE if task.gpu is None:
+                return self._in_host(self._durations.compute_ns(task), self._durations.host_bytes(task))
             case TaskKind.FORWARD | TaskKind.BACKWARD | TaskKind.UPDATE:
                 return Demand(self._durations.compute_ns(task), ())
             case TaskKind.SWAP_IN | TaskKind.SWAP_OUT | TaskKind.P2P:
@@ -139,7 +157,21 @@ class Demands:
                 delay_ns = max((edge.delay_ns for edge in self._ring), default=0)
                 return Demand(delay_ns, tuple(Flow(edge, task.bytes / len(self._ring)) for edge in self._ring))
             case TaskKind.REDUCE:
-                return Demand(0, (Flow(self._memory, self._durations.reduce_bytes(task)),))
+                size = self._durations.host_bytes(task)
+                return self._in_host(size / self._host.dram_bandwidth * NS_PER_S, size)
+
+    def _in_host(self, alone_ns: float, size: int) -> Demand:
+        """Work in the host that takes ``alone_ns`` when it is alone."""
+        if not alone_ns:
+            return Demand(0, ())
+        flows = []
+        if self._host.cores is not None and self._durations.threads:
+            threads = min(self._durations.threads, self._host.cores)
+            flows.append(Flow(self.fabric.host_cores(threads), threads * alone_ns))
+        if self._host.dram_bandwidth < math.inf and size:
+            moved = min(size, self._host.dram_bandwidth * alone_ns / NS_PER_S)
+            flows.append(Flow(self.fabric.host_memory(moved / alone_ns * NS_PER_S), moved))
+        return Demand(0, tuple(flows)) if flows else Demand(round(alone_ns), ())
 
     def uncontended_ns(self, task: Task) -> int:
         """The least time in which this task can end: as if its flows were alone, rounded down."""
@@ -167,5 +199,5 @@ class Demands:
 
 
 def floor_ns(seconds: float) -> int:
-    """Whole nanoseconds in ``seconds``; a whole number spoilt by rounding counts as whole."""
-    return math.floor(seconds * NS_PER_S * (1 + 1e-12))
+    """Whole nanoseconds in ``seconds``; a whole number spoilt by rounding counts as whole, as in the simulation."""
+    return math.floor(seconds * NS_PER_S + SLACK_NS)

@@ -1,11 +1,12 @@
 """The Fabric: which resources of a machine each kind of copy loads.
 
-Resources are directions of links, DRAM, and whatever else can be full. *Down* is away from the host.
+Resources are directions of links, DRAM, the host's cores, and whatever else can be full. *Down* is away from the host.
 
     swap in    dram, links down, gpu down
     swap out   gpu up, links up, dram
     p2p        gpu up, links up to where the two ways meet, links down, gpu down
                without P2P access: gpu up, links up, dram twice, links down, gpu down
+    in the host dram for what is read and written, and cores: work there is a flow of nanoseconds of one core
 
 A link whose two directions together are capped adds a third resource, taken by copies in either direction. Two GPUs
 joined by NVLink use that alone. Between sockets, the interconnect's direction comes on top: a copy between a GPU and
@@ -40,7 +41,8 @@ class _Direction(Enum):
 
 @dataclass(frozen=True)
 class Resource:
-    """Something that copies share: its name as reports show it (``"gpu0 down"``), and its capacity in bytes/s."""
+    """Something that copies share: its name as reports show it (``"gpu0 down"``), and its capacity in bytes/s (of the
+    cores, in nanoseconds of one core per second)."""
 
     name: str
     capacity: float
@@ -93,6 +95,7 @@ class Fabric:
         self._links = {link.name: link for link in machine.links}
         self._resources: list[Resource] = []
         self._dram = self._add(Resource("dram", machine.host.dram_bandwidth))
+        self._cores = self._add(Resource("cores", (machine.host.cores or math.inf) * NS_PER_S))
         self._directions: dict[tuple[str, _Direction], list[int]] = {}
         ends: list[tuple[str, Link | Gpu]] = [(link.name, link) for link in machine.links]
         for name, end in [*ends, *((_gpu_name(number), gpu) for number, gpu in enumerate(machine.gpus))]:
@@ -161,9 +164,13 @@ class Fabric:
             self.p2p(source, target) for source, target in zip(members, [*members[1:], members[0]], strict=True)
         )
 
-    def host_memory(self) -> Route:
-        """Reading and writing host memory, without a copy to a GPU."""
-        return self._route([_Stretch([(self._dram, 1.0)])])
+    def host_memory(self, cap: float = math.inf) -> Route:
+        """Reading and writing host memory, without a copy to a GPU, at no more than ``cap`` bytes/s."""
+        return self._route([_Stretch([(self._dram, 1.0)])], cap=cap)
+
+    def host_cores(self, threads: float) -> Route:
+        """Calculating in the host on no more than this many cores; its bytes are nanoseconds of one core."""
+        return self._route([_Stretch([(self._cores, 1.0)])], cap=threads * NS_PER_S)
 
     def uncontended_rate(self, route: Route, bytes: float = math.inf) -> float:
         """Bytes/s of a copy of this size (without one: a very large one) that is alone."""

@@ -1,8 +1,8 @@
 """Machine files: TOML, with sizes, rates and times as text with their unit.
 
     description = "…", sharing = "fair" (or "priority")
-    [host]          memory = "375 GB" (or "unlimited"), dram_bandwidth = "60 GB/s", cores = 16, speed = 1.0,
-                    sockets = 2, memory_on = [0, 1]
+    [host]          memory = "375 GB" (or "unlimited"), dram_bandwidth = "60 GB/s", cores = 16 (without these two,
+                    host memory and cores slow nothing), speed = 1.0, sockets = 2, memory_on = [0, 1]
     [interconnect]  bandwidth = "16 GB/s", both_directions, latency: between sockets
     [[links]]       name = "switch", bandwidth = "12.35 GB/s", parent = "host", socket = 0, bandwidth_up,
                     both_directions, latency = "2 us", efficiency = [["64 KiB", 0.3], ["4 MiB", 0.9]]
@@ -199,8 +199,8 @@ class _Key:
 
 _HOST_KEYS = {
     "memory": _Key("memory_bytes", _SIZE_OR_UNLIMITED, required=True),
-    "dram_bandwidth": _Key("dram_bandwidth", _RATE, required=True),
-    "cores": _Key("cores", _COUNT, required=True),
+    "dram_bandwidth": _Key("dram_bandwidth", _RATE),
+    "cores": _Key("cores", _COUNT),
     "speed": _Key("speed", _SPEED),
     "sockets": _Key("sockets", _COUNT),
     "memory_on": _Key("memory_on", _SOCKETS),

@@ -26,14 +26,14 @@ from ..units import NS_PER_S
 
 _SAME_LEVEL = 1.0 + 1e-12  # what fills up at levels this close fills up together
 _NO_ROOM = 1e-12  # of a capacity: less than that is rounding
-_SLACK_NS = 1e-3  # flows that end this close end together: far below a tick, above the rounding of hours
+SLACK_NS = 1e-3  # flows that end this close end together: far below a tick, above the rounding of hours
 _COUNT_BITS = 32  # more flows of one class than that can count fit into no memory
 _REMEMBERED = 1 << 16  # sets of flows in flight whose rates are kept
 
 
 def whole_ns(time_ns: float) -> int:
     """The first whole nanosecond at which :meth:`Fluid.advance` reports a flow that ends at ``time_ns``."""
-    return math.ceil(time_ns - _SLACK_NS)
+    return math.ceil(time_ns - SLACK_NS)
 
 
 Loads = tuple[tuple[int, float], ...]
@@ -173,7 +173,7 @@ class Fluid:
 
     def advance(self, now_ns: float) -> None:
         """Let time pass until ``now_ns``; flows that end by then move to ``finished``, in the order of their ends."""
-        while self.next_end() <= now_ns + _SLACK_NS:
+        while self.next_end() <= now_ns + SLACK_NS:
             self._now = max(self._now, self._next_end)
             self._end_flows()
         if now_ns > self._now:
@@ -239,7 +239,7 @@ class Fluid:
 
     def _end_flows(self) -> None:
         """Move the flows that end now to ``finished``."""
-        latest = self._now + _SLACK_NS
+        latest = self._now + SLACK_NS
         for name in [name for name, flow in self._flows.items() if flow.ends_ns <= latest]:
             self._count(self._flows.pop(name).kind, -1)
             self.finished[name] = self._now

@@ -11,6 +11,7 @@ the TOML form, ``fabric.py`` says what each copy loads.
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from itertools import pairwise
 from typing import Annotated
@@ -115,12 +116,13 @@ class Host(_Value, frozen=True):
     """Host memory and CPU. ``memory_bytes`` None is unlimited (what-if). ``speed`` scales CPU updates as a GPU's.
 
     What is in host memory is spread evenly over the sockets ``memory_on`` (empty: all of them), and ``dram_bandwidth``
-    (bytes/s) is what their DRAM gives together.
+    (bytes/s) is what their DRAM gives together, what is read and what is written added up. Copies share it with updates
+    and reductions in the host, which share the ``cores``, too. Without a figure, nothing slows another there.
     """
 
     memory_bytes: Size | None
-    dram_bandwidth: Rate
-    cores: Annotated[int, msgspec.Meta(ge=1)]
+    dram_bandwidth: Rate = math.inf
+    cores: Annotated[int, msgspec.Meta(ge=1)] | None = None
     speed: Rate = 1.0
     sockets: Annotated[int, msgspec.Meta(ge=1)] = 1
     memory_on: tuple[Size, ...] = ()

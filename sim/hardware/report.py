@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import groupby
 from typing import Any
 
@@ -37,6 +38,8 @@ def describe(machine: Machine) -> RenderableType:
         homes = ", ".join(str(socket) for socket in machine.host.memory_sockets)
         text = f"interconnect of the sockets: {format_rate(joint.bandwidth)} each way"
         parts.append(Text(text + _more(joint) + f"; memory on sockets {homes}"))
+    if machine.host.dram_bandwidth < math.inf:
+        parts.append(Text("updates and reductions in the host share DRAM with copies, and the cores with each other"))
     if machine.sharing is Sharing.PRIORITY:
         parts.append(Text("copies that computation waits for go first, copies out of GPUs last"))
     if machine.emulation is not None:
@@ -79,8 +82,10 @@ def _gpu_table(machine: Machine) -> Table:
 def _link_tree(machine: Machine) -> Tree:
     host = machine.host
     memory = "unlimited memory" if host.memory_bytes is None else f"{format_bytes(host.memory_bytes)} of memory"
-    cores = f"{host.cores} cores" if host.speed == 1 else f"{host.cores} cores, speed {host.speed:g}"
-    tree = Tree(f"host: {memory}, DRAM {format_rate(host.dram_bandwidth)}, {cores}")
+    dram = "DRAM that slows nothing" if host.dram_bandwidth == math.inf else f"DRAM {format_rate(host.dram_bandwidth)}"
+    cores = "cores for all" if host.cores is None else f"{host.cores} cores"
+    speed = "" if host.speed == 1 else f", speed {host.speed:g}"
+    tree = Tree(f"host: {memory}, {dram}, {cores}{speed}")
     _grow(tree, machine, HOST)
     return tree
 

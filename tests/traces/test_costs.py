@@ -228,6 +228,20 @@ def test_a_layer_that_only_borrows_needs_no_update() -> None:
     assert costs.update_ns(0, 2, Phase.UPDATE_GPU) == 100
 
 
+def test_an_update_reads_everything_and_writes_weights_and_state() -> None:
+    """Adam's two moments are state. A tied weight moves with the update of its first user, a frozen one never."""
+    plain = uniform_trace(layers=3)
+    layers = [replace(layer, weight_bytes=40, gradient_bytes=20, optimizer_state_bytes=80) for layer in plain.layers]
+    tied = TiedWeight(group="embedding", weight_bytes=10)
+    layers[0] = replace(layers[0], tied=(tied,))
+    layers[1] = replace(layers[1], trainable=False, gradient_bytes=0, optimizer_state_bytes=0)
+    layers[2] = replace(layers[2], tied=(tied,), optimizer_state_bytes=60)
+    costs = Costs(replace(plain, layers=tuple(layers)))
+    of_each = [(40 + 20 + 80) + (40 + 80), 0, (30 + 15 + 60) + (30 + 60)]
+    assert [costs.update_bytes(layer, layer) for layer in range(3)] == of_each
+    assert costs.update_bytes(0, 2) == sum(of_each)
+
+
 def test_several_tied_groups_give_all_partners_once() -> None:
     trace = with_tied(with_tied(uniform_trace(6), (0, 2, 4), 10), (0, 1, 2), 20)
     costs = Costs(trace)

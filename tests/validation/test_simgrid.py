@@ -162,6 +162,8 @@ def test_copies_end_when_simgrid_says() -> None:
 class Waits:
     """Each GPU computes for a time of its own, once; nothing else takes time."""
 
+    threads = 0
+
     def __init__(self, waits_ns: list[int]) -> None:
         self._waits_ns = waits_ns
 
@@ -169,8 +171,8 @@ class Waits:
         assert task.gpu is not None
         return self._waits_ns[task.gpu]
 
-    def reduce_bytes(self, task: Task) -> int:
-        raise AssertionError(f"{task} reduces nothing")
+    def host_bytes(self, task: Task) -> int:
+        raise AssertionError(f"{task} is not in the host")
 
 
 def test_the_engine_ends_copies_when_simgrid_says() -> None:

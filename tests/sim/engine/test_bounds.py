@@ -20,10 +20,13 @@ def demands(on: Machine, gpus: int = 1) -> Demands:
 
 
 def test_nothing_shared_so_the_chain_decides() -> None:
-    """The hand-made step: 744 ns is the chain, as only one copy at a time goes in and one out."""
+    """The hand-made step: 744 ns is the chain, as only one copy at a time goes in and one out.
+
+    Through host memory go 908 bytes of copies and 1500 of updates, at 1000 bytes/ns.
+    """
     schedule = one_gpu_schedule()
     assert longest_path_ns(schedule, demands(machine())) == 744
-    assert resource_ns(schedule, demands(machine())) == {"dram": 0, "gpu0 down": 528, "gpu0 up": 380}
+    assert resource_ns(schedule, demands(machine())) == {"dram": 2, "cores": 0, "gpu0 down": 528, "gpu0 up": 380}
     assert lower_bound_ns(schedule, Costs(tiny_trace()), machine()) == 744
 
 

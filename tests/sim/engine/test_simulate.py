@@ -25,16 +25,17 @@ WEIGHT = TensorKind.WEIGHT
 
 @dataclass
 class Given:
-    """Durations by task id; reductions move ``reduce`` bytes."""
+    """Durations by task id; what each update and reduction in the host moves, with so many threads."""
 
     by_task: list[int] = field(default_factory=list)
-    reduce: int = 0
+    moved: int = 0
+    threads: int = 0
 
     def compute_ns(self, task: Task) -> int:
         return self.by_task[task.id]
 
-    def reduce_bytes(self, task: Task) -> int:
-        return self.reduce
+    def host_bytes(self, task: Task) -> int:
+        return self.moved
 
 
 def spans(schedule: Schedule, on: Machine, durations: Given | None = None) -> list[tuple[int, int]]:
@@ -162,7 +163,7 @@ def test_a_reduction_shares_host_memory_with_copies() -> None:
     hand.task(TaskKind.REDUCE, gpu=None)
     hand.task(TaskKind.SWAP_OUT, tensor_kind=TensorKind.GRADIENT, bytes=200)
     schedule = hand.schedule()
-    assert spans(schedule, machine(gpus=2, dram=1e9), Given([0, 0], reduce=300)) == [(0, 500), (0, 400)]
+    assert spans(schedule, machine(gpus=2, dram=1e9), Given([0, 0], moved=300)) == [(0, 500), (0, 400)]
 
 
 def test_a_reduction_moves_every_replica_and_the_sum() -> None:

@@ -34,6 +34,7 @@ class Story:
     gpus: int
     hand: Hand = field(init=False)
     computing: dict[int, int] = field(default_factory=dict)
+    threads: int = 0
 
     def __post_init__(self) -> None:
         self.hand = Hand(plan(gpus=self.gpus, minibatch=self.gpus))
@@ -49,8 +50,8 @@ class Story:
     def compute_ns(self, task: Task) -> int:
         return self.computing[task.id]
 
-    def reduce_bytes(self, task: Task) -> int:
-        raise AssertionError(f"{task} reduces nothing")
+    def host_bytes(self, task: Task) -> int:
+        raise AssertionError(f"{task} is not in the host")
 
     def ends(self, sharing: Sharing, *tasks: int) -> list[int]:
         step = run_step(self.hand.schedule(), Demands(one_uplink(self.gpus, sharing), self, self.gpus))

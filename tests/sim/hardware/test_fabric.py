@@ -113,6 +113,7 @@ class TestRoutes:
         fabric = Fabric(make_machine([make_gpu("up", bandwidth_up=7 * GB_S)], [Link(name="up", bandwidth=9 * GB_S)]))
         assert capacities(fabric) == {
             "dram": 100 * GB_S,
+            "cores": 4e9,
             "up down": 9 * GB_S,
             "up up": 9 * GB_S,
             "gpu0 down": 10 * GB_S,

@@ -21,12 +21,13 @@ def shown(machine: Machine) -> str:
 
 def test_a_tree_of_links_with_neighbouring_equal_gpus_together() -> None:
     lines = [line.rstrip() for line in shown(load_machine("8x1080ti-2switch")).splitlines()]
-    assert lines[-5:] == [
+    assert lines[-6:] == [
         "host: 698.49 GiB of memory, DRAM 120.00 GB/s, 32 cores",
         "├── link switch0: 12.35 GB/s each way",
         "│   └── GPUs 0-3: 12.35 GB/s each way, 10 us a copy",
         "└── link switch1: 12.35 GB/s each way",
         "    └── GPUs 4-7: 12.35 GB/s each way, 10 us a copy",
+        "updates and reductions in the host share DRAM with copies, and the cores with each other",
     ]
 
 
@@ -53,10 +54,11 @@ def test_what_only_some_machines_have() -> None:
         emulation=Emulation(pace=4, gpu_bandwidth=2.5e8, links={"up": 1.5e8}),
     )
     lines = [line.rstrip() for line in shown(machine).splitlines()]
-    assert lines[-4:] == [
+    assert lines[-5:] == [
         "host: unlimited memory, DRAM 1.00 GB/s, 2 cores, speed 0.25",
         "└── link up: 300.0 MB/s each way, latency 1.5 us",
         "    └── GPU 0: 500.0 MB/s each way",
+        "updates and reductions in the host share DRAM with copies, and the cores with each other",
         "emulated at pace 4, nominal rates: GPU 250.0 MB/s, up 150.0 MB/s",
     ]
 
@@ -71,12 +73,13 @@ def test_sockets_efficiency_and_priority() -> None:
         sharing=Sharing.PRIORITY,
     )
     lines = [line.rstrip() for line in shown(machine).splitlines()]
-    assert lines[-6:] == [
+    assert lines[-7:] == [
         "host: unlimited memory, DRAM 1.00 GB/s, 2 cores",
         "└── link up: 300.0 MB/s each way; 25% at 64 KiB, 100% at 1 MiB; socket 1",
         "    └── GPU 0: 500.0 MB/s down, 400.0 MB/s up",
         "interconnect of the sockets: 3.00 GB/s each way, 5.00 GB/s both ways together, latency 0.7 us;",
         "memory on sockets 0, 1",
+        "updates and reductions in the host share DRAM with copies, and the cores with each other",
         "copies that computation waits for go first, copies out of GPUs last",
     ]
 
@@ -89,3 +92,9 @@ def test_plain_data_is_json_and_complete(name: str) -> None:
     assert plain["host"]["memory_bytes"] == machine.host.memory_bytes
     assert [gpu["usable_bytes"] for gpu in plain["gpus"]] == [gpu.usable_bytes for gpu in machine.gpus]
     assert [gpu["copy_overhead_ns"] for gpu in plain["gpus"]] == [gpu.copy_overhead_ns for gpu in machine.gpus]
+
+
+def test_a_host_of_which_little_is_known() -> None:
+    gpu = Gpu(name="G", memory_bytes=2**20, bandwidth=5e8)
+    lines = [line.rstrip() for line in shown(Machine(name="m", host=Host(memory_bytes=None), gpus=(gpu,))).splitlines()]
+    assert lines[-2] == "host: unlimited memory, DRAM that slows nothing, cores for all"
