@@ -95,6 +95,8 @@ class HarmonyPlan(_PlanBase, frozen=True, tag_field="family", tag="harmony"):
     microbatches, which never spills). ``prefetch`` brings the next weights and inputs in while the current ones are
     computed on, as memory allows. ``stash``: one place for all stashes, or one for each backward pack that has one, in
     order: all but the first (its input is data) and the last.
+    ``gpu_order`` names every GPU once, in the order in which they take turns: packs of a pipeline are dealt in it,
+    data-parallel packs are updated in it (None: ascending).
     """
 
     policy: Policy
@@ -107,6 +109,7 @@ class HarmonyPlan(_PlanBase, frozen=True, tag_field="family", tag="harmony"):
     slots: Count | None = None
     prefetch: bool = True
     stash: StashPlace | tuple[StashPlace, ...] = StashPlace.SWAP
+    gpu_order: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check the fields against each other."""
@@ -118,6 +121,15 @@ class HarmonyPlan(_PlanBase, frozen=True, tag_field="family", tag="harmony"):
         _check_run("packs_bwd", self.packs_bwd, self.packs_bwd[-1][1])
         _check_run("packs_fwd", self.packs_fwd, self.packs_bwd[-1][0] - 1)
         self._check_stash()
+        if self.gpu_order is not None and sorted(self.gpu_order) != list(range(self.gpus)):
+            raise PlanError(
+                f"gpu_order {','.join(map(str, self.gpu_order))} must name each of GPUs 0-{self.gpus - 1} once"
+            )
+
+    def gpu_of_turn(self, turn: int) -> int:
+        """The GPU whose turn it is, as they take turns round and round; turns count from 0."""
+        place = turn % self.gpus
+        return place if self.gpu_order is None else self.gpu_order[place]
 
     @property
     def layer_count(self) -> int:

@@ -168,6 +168,7 @@ def test_json_alone_is_on_stdout_and_tables_are_on_stderr() -> None:
         (("--policy", "harmony-pp", "--slots", "2"), {"policy": "harmony-pp", "slots": 2}),
         (("--packs-bwd", "3", "--stash", "keep"), {"stash": "keep"}),
         (("--packs-bwd", "4", "--stash", "swap,keep"), {"stash": ["swap", "keep"]}),
+        (("--policy", "harmony-pp", "--gpu-order", "1,0"), {"policy": "harmony-pp", "gpu_order": [1, 0]}),
     ],
 )  # fmt: skip
 def test_plan_options_become_the_plan(options: tuple[str, ...], expected: dict[str, Any]) -> None:
@@ -222,6 +223,7 @@ def test_packs_grow_in_number_until_they_fit() -> None:
         (("--policy", "harmony-dp", "--packs-bwd", "4", "--stash", "keep,keep,keep"), "3 places for 2 stashes"),
         (("--policy", "harmony-dp", "--gpu-memory", "5 MB"), "does not fit on GPU 0"),
         (("--policy", "harmony-dp", "--u-fwd", "16"), "--extrapolate"),
+        (("--policy", "harmony-pp", "--gpu-order", "0"), "gpu_order 0 must name each of GPUs 0-1 once"),
     ],
 )
 def test_plans_that_cannot_be_are_refused(options: tuple[str, ...], said: str) -> None:

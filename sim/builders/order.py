@@ -6,7 +6,8 @@ two backward packs; the last backward pack, with the loss, is fused)::
     gpu 0:  F0     F2     B0
     gpu 1:     F1     B1
 
-Harmony-DP runs every pack on every GPU, each on its own share of the minibatch.
+GPUs get their turns in the plan's ``gpu_order``, here ascending. Harmony-DP runs every pack on every GPU, each on its
+own share of the minibatch.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def place_groups(plan: HarmonyPlan) -> list[Group]:
         if is_data_parallel(plan):
             runs = list(enumerate(shares(plan.minibatch, plan.gpus)))
         else:
-            runs = [(position % plan.gpus, (0, plan.minibatch))]
+            runs = [(plan.gpu_of_turn(position), (0, plan.minibatch))]
         for gpu, (start, stop) in runs:
             cut = tuple(pieces(start, stop, size))
             groups.append(Group(len(groups), kind, pack, pack_index, gpu, cut))
@@ -69,7 +70,7 @@ def place_groups(plan: HarmonyPlan) -> list[Group]:
 
 def update_owner(plan: HarmonyPlan, group: Group) -> int:
     """GPU that updates a backward pack, or hands its gradient to the host: the packs' owners take turns."""
-    return group.pack_index % plan.gpus if is_data_parallel(plan) else group.gpu
+    return plan.gpu_of_turn(group.pack_index) if is_data_parallel(plan) else group.gpu
 
 
 def steps_by_gpu(plan: HarmonyPlan, groups: Sequence[Group], updated: frozenset[Pack]) -> list[list[Step]]:

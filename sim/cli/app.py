@@ -137,6 +137,14 @@ def search(
     max_simulated: Annotated[
         int, typer.Option("--max-simulated", min=1, help="Simulate at most so many plans of each policy.")
     ] = 100,
+    max_variations: Annotated[
+        int | None,
+        typer.Option(
+            "--max-variations",
+            min=0,
+            help="Then vary options of the best, at most so often; default a fifth of that.",
+        ),
+    ] = None,
     processes: Annotated[
         int | None, typer.Option("--processes", min=1, help="Search in so many processes (default: all processors).")
     ] = None,
@@ -164,6 +172,7 @@ def search(
             choice=plan.choice(),
             top=top,
             max_simulated=max_simulated,
+            max_variations=max_variations,
             extrapolate=extrapolate,
             progress=progress,
             executor=executor,

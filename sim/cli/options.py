@@ -78,6 +78,14 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+def gpu_order(text: str) -> tuple[int, ...]:
+    """``"0,4,1,5"`` as numbers of GPUs."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise typer.BadParameter(f"{text!r} is not an order of GPUs; write for example 0,2,1,3")
+    return tuple(map(int, parts))
+
+
 def packs(text: str) -> int | tuple[Pack, ...]:
     """``"3"`` as a count of packs; ``"0-4,5-9"`` as packs."""
     if text.isdecimal():
@@ -254,6 +262,16 @@ class PlanOptions:
             "but the first and the last; default swap",
             metavar="PLACES",
             parser=stash,
+        ),
+    ] = None
+    gpu_order: Annotated[
+        Any,
+        _choice(
+            "--gpu-order",
+            "Order in which packs are dealt to GPUs (harmony-dp: in which GPUs update), such as 0,2,1,3; default "
+            "ascending",
+            metavar="GPUS",
+            parser=gpu_order,
         ),
     ] = None
     residency: Annotated[

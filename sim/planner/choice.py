@@ -25,6 +25,7 @@ class PlanChoice(msgspec.Struct, frozen=True, kw_only=True):
     slots: int | None = None
     prefetch: bool | None = None
     stash: StashPlace | tuple[StashPlace, ...] | None = None
+    gpu_order: tuple[int, ...] | None = None
     residency: Residency | None = None
     writeback: Writeback | None = None
     recompute: bool | None = None

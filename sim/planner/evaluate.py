@@ -17,7 +17,7 @@ from ..engine.durations import CostDurations, Demands
 from ..engine.simulate import run_step
 from ..errors import DoesNotFit, PlanError
 from ..hardware.machine import Machine
-from ..plan import Plan, pieces
+from ..plan import HarmonyPlan, Plan, pieces
 from ..schedule import Schedule, TaskKind
 
 
@@ -37,7 +37,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 def evaluate(plan: Plan, open_slots: bool, costs: Costs, machine: Machine) -> Found | HarmonyError:
     """Simulate a plan, with ``open_slots`` if need be with fewer slots; or the error for which it was refused."""
     refusal: HarmonyError | None = None
-    for variant in _with_fewer_slots(plan) if open_slots else [plan]:
+    for variant in _with_fewer_slots(plan) if open_slots and isinstance(plan, HarmonyPlan) else [plan]:
         try:
             return _figures(build_from_costs(variant, costs, machine), costs, machine)
         except DoesNotFit as error:
@@ -68,10 +68,10 @@ def _machine(machine: bytes) -> Machine:
     return msgspec.msgpack.decode(machine, type=Machine)
 
 
-def _with_fewer_slots(plan: Plan) -> Iterator[Plan]:
-    """The plan, then with a quarter as many slots as it can use, a sixteenth, and so on down to one."""
+def _with_fewer_slots(plan: HarmonyPlan) -> Iterator[Plan]:
+    """The plan, then with a quarter as many slots as it has or can use, a sixteenth, and so on down to one."""
     yield plan
-    slots = max(len(pieces(0, plan.minibatch, u)) for u in (plan.u_fwd, plan.u_bwd))
+    slots = plan.slots or max(len(pieces(0, plan.minibatch, u)) for u in (plan.u_fwd, plan.u_bwd))
     while slots > 1:
         slots = max(1, slots // 4)
         yield replace(plan, slots=slots)

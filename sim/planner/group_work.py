@@ -175,11 +175,11 @@ class _Maker:
         backward = [(True, index, pack) for index, pack in reversed(list(enumerate(plan.packs_bwd)))]
         u_before = gpu_before = None
         for position, (is_backward, index, pack) in enumerate(forward + backward):
-            gpu = None if self._parallel else position % plan.gpus
+            gpu = None if self._parallel else plan.gpu_of_turn(position)
             u = plan.u_bwd if is_backward else plan.u_fwd
             fused = is_backward and index == len(plan.packs_bwd) - 1
             recut = fused and plan.u_fwd != plan.u_bwd
-            owner = index % plan.gpus if gpu is None else gpu
+            owner = plan.gpu_of_turn(index) if gpu is None else gpu
             stash = plan.stash_places.get(index) if is_backward else None
             through_host = self._parallel or recut
             yield _Place(is_backward, fused, pack, u, gpu, owner, through_host, stash, u_before, gpu_before)

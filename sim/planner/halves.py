@@ -37,7 +37,10 @@ _ROUNDING_NS = 0.5
 
 
 class Halves:
-    """Halves of plans that have minibatch, update and reduction in common. ``parallel``: every GPU runs all packs."""
+    """Halves of plans that have minibatch, update, reduction and order of GPUs in common.
+
+    ``parallel``: every GPU runs all packs. ``turns``: the GPUs in the order in which they take turns.
+    """
 
     def __init__(
         self,
@@ -48,10 +51,11 @@ class Halves:
         minibatch: int,
         update: UpdateOn,
         reduce: Reduce,
+        turns: Sequence[int],
     ) -> None:
         self._costs, self._machine, self._ways = costs, machine, Ways(machine)
         self._parallel, self._update, self._reduce = parallel, update, reduce
-        self._gpus = len(machine.gpus)
+        self._gpus, self._turns = len(machine.gpus), turns
         self._samples = [b - a for a, b in shares(minibatch, self._gpus)] if parallel else [minibatch]
         self._speeds = np.array([gpu.speed for gpu in machine.gpus])
         top = [*(link for link in machine.links if link.parent == HOST), *(g for g in machine.gpus if g.link == HOST)]
@@ -79,14 +83,14 @@ class Halves:
             own += [self._ways.into[gpu].ns(state) for gpu in range(self._gpus)]
         else:
             own = np.zeros(self._gpus)
-            before = self._ways.into[0].ns(state)
+            before = self._ways.into[self._turns[0]].ns(state)
             for position, first in enumerate(firsts):
-                gpu = position % self._gpus
+                gpu = self._turns[position % self._gpus]
                 own[gpu] += work[position, 0] / self._speeds[gpu] + (before if position < self._gpus else 0.0)
                 before += first / self._speeds[gpu] - _ROUNDING_NS
         into, out = self._forward_bytes(u, packs)
         busy = self._busy(own - _ROUNDING_NS * tasks, work.sum(), tasks, into, out, 0.0)
-        fetched = min(self._ways.into[gpu].ns(state) for gpu in (range(self._gpus) if self._parallel else (0,)))
+        fetched = min(self._ways.into[gpu].ns(state) for gpu in (self._turns if self._parallel else self._turns[:1]))
         smallest = min(costs.forward_ns(*packs[0], b.first) for b in batches)
         busy[self._gpus + 2] += fetched + smallest / self._speeds.max() - _ROUNDING_NS
         return busy
@@ -110,7 +114,8 @@ class Halves:
         if self._parallel:
             own = (work.sum(axis=0) / self._speeds + self._homeward_ns(packs[0], 0))[None, :]
             for index, update in enumerate(updates):
-                own[0, index % self._gpus] += update / self._speeds[index % self._gpus]
+                gpu = self._turns[index % self._gpus]
+                own[0, gpu] += update / self._speeds[gpu]
         else:
             lasts = [pack_ns(pack, batches[0].last) for pack in packs]
             own = np.array([self._dealt(deal, work[:, 0] + updates, lasts, packs) for deal in range(self._gpus)])
@@ -123,9 +128,9 @@ class Halves:
         return busy
 
     def _dealt(self, deal: int, work: Busy, lasts: Sequence[int], packs: Sequence[Pack]) -> Busy:
-        """Time of each GPU if the last backward pack is on GPU ``deal``, and what follows its last group."""
+        """Time of each GPU if the last backward pack takes turn ``deal``, and what follows its last group."""
         own = np.zeros(self._gpus)
-        gpus = [(deal + len(packs) - 1 - index) % self._gpus for index in range(len(packs))]
+        gpus = [self._turns[(deal + len(packs) - 1 - index) % self._gpus] for index in range(len(packs))]
         after = self._homeward_ns(packs[0], gpus[0])
         for index, gpu in enumerate(gpus):
             own[gpu] += work[index] / self._speeds[gpu] + (after if index < self._gpus else 0.0)

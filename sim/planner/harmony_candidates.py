@@ -46,6 +46,9 @@ def harmony_candidates(
     return _Enumeration(policy, minibatch, costs, machine, space, refusals).candidates()
 
 
+GpuOrder = tuple[int, ...] | None
+
+
 class _Options(NamedTuple):
     """What a plan has besides microbatch sizes and packs."""
 
@@ -53,6 +56,7 @@ class _Options(NamedTuple):
     reduce: Reduce
     prefetch: bool
     slots: int | None
+    gpu_order: GpuOrder = None
     stash: StashPlace | tuple[StashPlace, ...] = StashPlace.SWAP
 
 
@@ -109,8 +113,8 @@ class _Enumeration:
         self._sizes = Sizes(costs, samples)
         self._same_size = any(layer.cut_sensitive for layer in costs.trace.layers)
         self._forward_packers: dict[int, Packer] = {}
-        self._forward: dict[tuple[int, int], _ForwardHalves] = {}
-        self._busy = self._halves(UpdateOn.CPU, Reduce.RING)  # forward halves are alike for all updates and reductions
+        self._forward: dict[tuple[int, int, GpuOrder], _ForwardHalves] = {}
+        self._known_halves: dict[tuple[UpdateOn, Reduce, GpuOrder], Halves] = {}
         self._expectations = Expectations(costs, machine, parallel=self._parallel)
         self._thinned = False
 
@@ -122,7 +126,7 @@ class _Enumeration:
             # Without layers in forward, or if sizes matter, the only forward size is the backward's.
             sizes = [u for u in forward_sizes if u == half.u] if half.keeps else forward_sizes
             for u in [half.u] if half.stop == 0 or self._same_size else sizes:
-                forward = self._forward_halves(half.stop, u)
+                forward = self._forward_halves(half.stop, u, half.options.gpu_order)
                 if forward.packs:
                     pairs.append((half, forward))
         notes = self._sizes.notes()
@@ -171,9 +175,10 @@ class _Enumeration:
             sizes = [u for u in sizes if u in forward_sizes]
         for update in self._updates():
             cuts = [(u, packs) for u in sizes for packs in self._backward_cuts(u, update)]
-            choices = product([update], self._reduces(), self._space.prefetch, self._slots(), self._space.stash)
+            orders = self._space.gpu_order or (None,)
+            choices = product([update], self._reduces(), self._space.prefetch, self._slots(), orders, self._space.stash)
             for options in map(_Options._make, choices):
-                halves = self._halves(update, options.reduce)
+                halves = self._halves(options)
                 for u, packs in cuts:
                     try:
                         stash = stash_places(packs, options.stash)
@@ -184,9 +189,9 @@ class _Enumeration:
                     expected = self._expectations.backward_ns(self._plan(u, before, u, packs, options))
                     yield _BackwardHalf(options, u, packs, halves.backward(u, packs, stash), expected)
 
-    def _forward_halves(self, stop: int, u: int) -> _ForwardHalves:
-        """All forward halves of the layers before ``stop`` and this microbatch size."""
-        key = stop, u
+    def _forward_halves(self, stop: int, u: int, gpu_order: GpuOrder) -> _ForwardHalves:
+        """All forward halves of the layers before ``stop`` and this microbatch size; alike for all other options."""
+        key = stop, u, gpu_order
         if key not in self._forward:
             if stop == 0 and self._space.packs_fwd is None:
                 cuts: list[tuple[Pack, ...]] = [()]
@@ -195,9 +200,10 @@ class _Enumeration:
                 packings = self._packings(packer, self._space.packs_fwd, stop, Phase.FORWARD)
                 cuts = [_cut(packer, packing, stop) for packing in packings]
             after = (*_one_pack(stop), (stop, self._costs.layer_count - 1))
-            options = _Options(UpdateOn.CPU, Reduce.RING, prefetch=True, slots=None)
+            options = _Options(UpdateOn.CPU, Reduce.RING, prefetch=True, slots=None, gpu_order=gpu_order)
             expected = [self._expectations.forward_ns(self._plan(u, each, u, after, options)) for each in cuts]
-            busy = [self._busy.forward(u, each) if each else self._busy.no_forward for each in cuts]
+            halves = self._halves(options)
+            busy = [halves.forward(u, each) if each else halves.no_forward for each in cuts]
             deals = np.array([len(each) % self._gpus for each in cuts])
             self._forward[key] = _ForwardHalves(u, cuts, deals, np.array(busy), np.array(expected))
         return self._forward[key]
@@ -242,15 +248,19 @@ class _Enumeration:
             self._refusals.add(self._policy, Reason.PLAN, error)
         return explicit + fitting
 
-    def _halves(self, update: UpdateOn, reduce: Reduce) -> Halves:
-        return Halves(
-            self._costs,
-            self._machine,
-            parallel=self._parallel,
-            minibatch=self._minibatch,
-            update=update,
-            reduce=reduce,
-        )
+    def _halves(self, options: _Options) -> Halves:
+        key = options.update, options.reduce, options.gpu_order
+        if key not in self._known_halves:
+            self._known_halves[key] = Halves(
+                self._costs,
+                self._machine,
+                parallel=self._parallel,
+                minibatch=self._minibatch,
+                update=options.update,
+                reduce=options.reduce,
+                turns=options.gpu_order or range(self._gpus),
+            )
+        return self._known_halves[key]
 
     def _forward_packer(self, u: int) -> Packer:
         if u not in self._forward_packers:

@@ -43,7 +43,8 @@ class Best:
 @dataclass(frozen=True)
 class Counts:
     """What became of the candidates. ``pruned`` cannot be among the top; ``left`` were not tried for lack of budget.
-    A microbatch size of which no cut into packs fits counts as one that is ``infeasible``.
+    A microbatch size of which no cut into packs fits counts as one that is ``infeasible``. ``varied``: variations of
+    the best that were simulated besides.
     """
 
     candidates: int = 0
@@ -51,6 +52,7 @@ class Counts:
     pruned: int = 0
     infeasible: int = 0
     left: int = 0
+    varied: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
@@ -59,6 +61,7 @@ class Counts:
             self.pruned + other.pruned,
             self.infeasible + other.infeasible,
             self.left + other.left,
+            self.varied + other.varied,
         )
 
 
@@ -66,8 +69,9 @@ class Counts:
 class SearchResult:
     """The outcome of a search.
 
-    ``top`` are the fastest of all policies, ``best_by_policy`` the fastest of each that has a plan which fits. No plan
-    of the space takes less than ``lower_bound_ns``: the least bound of those not simulated, or the best's time.
+    ``top`` are the fastest of all policies, ``best_by_policy`` the fastest of each that has a plan which fits. No
+    candidate takes less than ``lower_bound_ns``: the least bound of those not simulated, or time of those that were.
+    Variations of candidates may, and the best may be one.
     """
 
     best: Best
@@ -82,9 +86,9 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """By which share of the best's step time a plan that was not simulated could at most be faster."""
+        """By which share of the best's step time a candidate that was not simulated could at most be faster."""
         best = self.best.step_time_ns
-        return (best - self.lower_bound_ns) / best if best else 0.0
+        return max(0, best - self.lower_bound_ns) / best if best else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """What ``--json`` prints, as plain JSON values."""
@@ -97,6 +101,7 @@ class SearchResult:
             "pruned": self.counts.pruned,
             "infeasible": self.counts.infeasible,
             "left": self.counts.left,
+            "varied": self.counts.varied,
             "refusals": [refusal.to_dict() for refusal in self.refusals],
             "seconds": self.seconds,
             "lower_bound_s": self.lower_bound_ns / NS_PER_S,
@@ -125,12 +130,15 @@ class SearchResult:
     def remarks(self) -> tuple[str, ...]:
         """Sentences that belong to the table."""
         counts = self.counts
+        others = "no other candidate" if counts.varied else "no other plan"
         lines = [
             f"{counts.candidates} candidates: {counts.simulated} simulated, {counts.pruned} pruned, "
             f"{counts.infeasible} infeasible, {counts.left} left for lack of budget; {self.seconds:.1f} s",
-            f"no other plan takes less than {format_seconds(self.lower_bound_ns / NS_PER_S)} "
+            f"{others} takes less than {format_seconds(self.lower_bound_ns / NS_PER_S)} "
             f"(at most {self.gap:.1%} faster than the best)",
         ]
+        if counts.varied:
+            lines.append(f"{counts.varied} variations of the best were simulated too; of others no bound says anything")
         return (*lines, *(refusal.line() for refusal in self.refusals), *self.notes)
 
     def _shown(self) -> list[Found]:
@@ -155,10 +163,11 @@ def describe(plan: Plan) -> str:
     match plan:
         case HarmonyPlan():
             slots = f", slots {plan.slots}" if plan.slots else ""
+            turns = f", GPUs {','.join(map(str, plan.gpu_order))}" if plan.gpu_order else ""
             stash = _stash(plan)
             return (
                 f"{plan.policy.value} u {plan.u_fwd}/{plan.u_bwd}, packs {_count(plan.packs_fwd)}/"
-                f"{_count(plan.packs_bwd)}, update {plan.update.value}{slots}{stash}"
+                f"{_count(plan.packs_bwd)}, update {plan.update.value}{slots}{turns}{stash}"
             )
         case PagedPlan():
             saved = "" if plan.recompute else ", no recompute"

@@ -3,6 +3,9 @@ truth.
 
 For each policy, candidates come in the order of what they will probably take, and are simulated in waves until the
 budget is spent or none is left. Whatever a bound from below proves no faster than the last of the top is passed over.
+Then the best vary: plans that differ from them in an option that is not enumerated are simulated too, and the best of
+those vary in turn. Of variations no bound says anything.
+
 Policies are searched apart from each other, so that each has its own best; what is found depends neither on timing nor
 on how many processes help.
 """
@@ -13,7 +16,7 @@ import heapq
 import math
 import time
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from itertools import islice
@@ -41,6 +44,7 @@ from .harmony_candidates import harmony_candidates
 from .refusals import Reason, Refusals
 from .result import Best, Counts, SearchResult
 from .space import Space
+from .variations import variations
 
 ReportProgress = Callable[[float, str], object]
 """Called with the share done (0 to 1) and what is being done now."""
@@ -54,6 +58,12 @@ _PATIENCE = 10
 _LOOKED_AT = 1000
 """So many candidates are looked at more closely: before the others are tried, and to raise the bound on those left."""
 
+_VARIED_SHARE = 5
+"""Unless told otherwise, a search simulates as many variations as a fifth of its candidates."""
+
+_CLIMBERS = 3
+"""So many of the best plans vary."""
+
 _Outcome = Found | HarmonyError
 
 
@@ -66,13 +76,15 @@ def search(
     choice: PlanChoice | Space | None = None,
     top: int = 10,
     max_simulated: int = 100,
+    max_variations: int | None = None,
     extrapolate: bool = False,
     progress: ReportProgress | None = None,
     executor: Executor | None = None,
 ) -> SearchResult:
     """Find the plans with the shortest steps for ``minibatch`` samples on all GPUs of the machine.
 
-    ``choice`` restricts the plans. At most ``max_simulated`` plans of each policy are tried (more while none fits). An
+    ``choice`` restricts the plans. At most ``max_simulated`` plans of each policy are tried (more while none fits), and
+    then at most ``max_variations`` of the best of them (see ``variations.py``; None: a fifth as many). An
     ``executor`` (of processes, here or elsewhere) evaluates several at once; the result is the same.
 
     Raises NothingFits if no plan fits, TraceError if the trace does not cover what is asked for, PlanError for
@@ -83,6 +95,10 @@ def search(
     for what, number in asked.items():
         if number < 1:
             raise PlanError(f"{number} {what}; ask for at least 1")
+    if max_variations is None:
+        max_variations = -(-max_simulated // _VARIED_SHARE)
+    if max_variations < 0:
+        raise PlanError(f"{max_variations} variations to simulate; ask for 0 or more")
     space = choice if isinstance(choice, Space) else Space.of(choice or PlanChoice())
     wanted, notes = _distinct(policies, len(machine.gpus))
     space.check(wanted)
@@ -100,6 +116,7 @@ def search(
             continue
         hunts.append(_Hunt(policy, candidates, estimator, top, max_simulated, refusals))
         hunts[-1].run(evaluator, partial(_report, progress, number, len(wanted)))
+        hunts[-1].vary(evaluator, partial(variations, costs=costs, machine=machine, space=space), max_variations)
         notes += [f"{policy.value}: {note}" for note in candidates.notes]
     if not hunts:
         raise uncovered[0]
@@ -212,8 +229,9 @@ class _Hunt:
         self._top, self._budget = top, max_simulated
         self._tried = 0
         self.found: list[Found] = []  # fastest first; among equals, in the order in which they were simulated
-        self.least_left_ns = math.inf
-        """Least bound of the plans that were not simulated; infinite if there are none."""
+        self._simulated = self._varied = 0
+        self.least_ns = math.inf
+        """No candidate takes less: the least time of those simulated, and bound of the others."""
 
     def run(self, evaluator: _Evaluator, report: Callable[[_Hunt], object]) -> None:
         """Evaluate candidates until none can be among the top any more, or the budget is spent."""
@@ -222,11 +240,32 @@ class _Hunt:
             self._tried += len(wave)
             for outcome in evaluator.outcomes(wave, self._candidates.open_slots):
                 if isinstance(outcome, Found):
-                    insort(self.found, outcome, key=lambda found: found.step_time_ns)
+                    self._simulated += 1
+                    self._keep(outcome)
                 else:
                     self._refusals.add_built(self.policy, outcome)
             report(self)
-        self.least_left_ns = self._least_left_ns()
+        self.least_ns = min([self._least_left_ns(), *(found.step_time_ns for found in self.found[:1])])
+
+    def vary(self, evaluator: _Evaluator, vary: Callable[[Plan], Iterable[Plan]], most: int) -> None:
+        """Evaluate variations of the best plans, and of the best of these, while there are new ones; ``most`` in all.
+
+        Those that do not fit count for nothing but the limit.
+        """
+        seen = {found.plan for found in self.found}
+        varied: set[Plan] = set()
+        while climber := next((found.plan for found in self.found[:_CLIMBERS] if found.plan not in varied), None):
+            varied.add(climber)
+            new = list(islice((plan for plan in vary(climber) if plan not in seen), most))
+            seen.update(new)
+            most -= len(new)
+            for outcome in evaluator.outcomes(new, self._candidates.open_slots):
+                if isinstance(outcome, Found):
+                    self._varied += 1
+                    self._keep(outcome)
+
+    def _keep(self, found: Found) -> None:
+        insort(self.found, found, key=lambda each: each.step_time_ns)
 
     @property
     def share_done(self) -> float:
@@ -236,15 +275,16 @@ class _Hunt:
     @property
     def counts(self) -> Counts:
         """What became of the candidates."""
-        refused = self._tried - len(self.found)
+        refused = self._tried - self._simulated
         infeasible = self._refusals.count(self.policy)
         left = int((self._untried & (self._bounds_ns < self._to_beat_ns)).sum())
         return Counts(
             candidates=self._candidates.count + infeasible - refused,
-            simulated=len(self.found),
+            simulated=self._simulated,
             pruned=self._candidates.count - self._tried - left,
             infeasible=infeasible,
             left=left,
+            varied=self._varied,
         )
 
     @property
@@ -340,7 +380,7 @@ def _result(
         counts=sum(counts.values(), start=Counts()),
         counts_by_policy=counts,
         refusals=refusals.list(),
-        lower_bound_ns=int(min([fastest[0].step_time_ns, *(hunt.least_left_ns for hunt in hunts)])),
+        lower_bound_ns=int(min(hunt.least_ns for hunt in hunts)),
         seconds=time.perf_counter() - start,
         notes=tuple(notes),
     )

@@ -23,7 +23,8 @@ class Space:
     That is, for microbatch sizes every one up to the share of a GPU (in a pipeline: to the minibatch) that the trace
     covers; for packs every count from the fewest that fit on (:func:`pack_counts` thins out many); for ``update`` the
     CPU, and the GPU if the trace says how long that takes; for ``slots`` as many as never spill, and where that does
-    not fit half of them, a quarter and so on.
+    not fit half of them, a quarter and so on. ``gpu_order`` is ascending, but for variations of the best plans
+    (``variations.py``).
     """
 
     u_fwd: tuple[int, ...] | None = None
@@ -35,6 +36,7 @@ class Space:
     slots: tuple[int | None, ...] | None = None
     prefetch: tuple[bool, ...] = (True,)
     stash: tuple[StashPlace | tuple[StashPlace, ...], ...] = (StashPlace.SWAP,)
+    gpu_order: tuple[tuple[int, ...] | None, ...] | None = None
     residency: tuple[Residency, ...] = (Residency.LRU,)
     writeback: tuple[Writeback, ...] = (Writeback.ALWAYS, Writeback.DROP)
     recompute: tuple[bool, ...] = (True, False)
@@ -44,6 +46,10 @@ class Space:
     def of(cls, choice: PlanChoice) -> Space:
         """The space in which all that is fixed has its value, and all else is open."""
         return cls(**{name: (value,) for name, value in choice.fixed().items()})
+
+    def leaves_open(self, field: str) -> bool:
+        """Whether a field of plans may have any value."""
+        return getattr(self, field) is None
 
     def check(self, policies: tuple[Policy, ...]) -> None:
         """Raises PlanError for restrictions that concern none of the policies."""

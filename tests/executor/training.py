@@ -169,6 +169,10 @@ def plans(packs: tuple[tuple[Pack, ...], tuple[Pack, ...]], gpus: int) -> list[P
             for slots in ((None, 1) if gpus > 1 else (None,))
         ),
         *(
+            harmony(policy, gpus, (3, 3), packs, update=UpdateOn.GPU, gpu_order=tuple(reversed(range(gpus))))
+            for policy in (Policy.HARMONY_DP, Policy.HARMONY_PP)[: 2 * (gpus > 1)]
+        ),
+        *(
             dp_swap(gpus, 3, residency=residency, writeback=writeback)
             for residency, writeback in product(Residency, Writeback)
         ),
@@ -219,6 +223,7 @@ def name_of(plan: Plan) -> str:
         "update",
         "reduce",
         "slots",
+        "gpu_order",
         "residency",
         "writeback",
         "prefetch_depth",

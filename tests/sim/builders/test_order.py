@@ -1,6 +1,9 @@
 """Placement and total order, drawn out for small plans."""
 
+import pytest
+
 from sim.builders.order import linearize, place_groups, steps_by_gpu, update_owner
+from sim.errors import PlanError
 from sim.plan import HarmonyPlan, Policy, UpdateOn
 from sim.schedule import TaskKind
 
@@ -28,6 +31,24 @@ def test_a_pipeline_deals_packs_round_robin_from_forward_into_backward():
         (TaskKind.BACKWARD, (3, 4), 1),
         (TaskKind.BACKWARD, (0, 2), 0),
     ]
+
+
+def test_a_pipeline_deals_packs_in_the_order_of_the_gpus():
+    packs = tuple((at, at) for at in range(5))
+    crossing = plan(Policy.HARMONY_PP, gpus=4, packs_fwd=packs[:4], packs_bwd=packs, gpu_order=(0, 2, 1, 3))
+    assert [g.gpu for g in place_groups(crossing)] == [0, 2, 1, 3, 0, 2, 1, 3, 0]
+
+
+def test_an_order_names_every_gpu_once():
+    for wrong in ((0,), (0, 0), (0, 1, 2), (1, 2)):
+        with pytest.raises(PlanError, match="must name each of GPUs 0-1 once"):
+            plan(Policy.HARMONY_PP, gpu_order=wrong)
+
+
+def test_data_parallel_owners_take_turns_in_the_order_of_the_gpus():
+    swapped = plan(Policy.HARMONY_DP, gpu_order=(1, 0))
+    owners = {g.pack_index: update_owner(swapped, g) for g in place_groups(swapped) if g.kind is TaskKind.BACKWARD}
+    assert owners == {0: 1, 1: 0}
 
 
 def test_pipeline_order_overlaps_what_unit_times_overlap():

@@ -74,6 +74,7 @@ def harmony_plans(draw: st.DrawFn, gpus: int, layers: int) -> HarmonyPlan:
         slots=draw(st.none() | st.integers(1, 3)),
         prefetch=draw(st.booleans()),
         stash=tuple(draw(places) for _ in packs_bwd[1:-1]),
+        gpu_order=draw(st.none() | st.permutations(range(gpus)).map(tuple)),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from msgspec.structs import replace
 
 from sim.plan import HarmonyPlan, PagedPlan, Policy
 from sim.planner.result import Counts, SearchResult, describe
@@ -24,12 +25,13 @@ def test_a_plan_in_a_line() -> None:
         policy=Policy.HARMONY_PP, minibatch=8, gpus=2, u_fwd=4, u_bwd=2, packs_fwd=packs[:2], packs_bwd=packs
     )
     assert describe(harmony) == "harmony-pp u 4/2, packs 2/3, update cpu"
+    assert describe(replace(harmony, gpu_order=(1, 0))) == "harmony-pp u 4/2, packs 2/3, update cpu, GPUs 1,0"
     paged = PagedPlan(policy=Policy.DP_SWAP, minibatch=8, gpus=2, u_fwd=2, u_bwd=2)
     assert describe(paged) == "dp-swap u 2, lru, writeback always"
 
 
 def test_counts_add_up_field_by_field() -> None:
-    assert Counts(1, 2, 3, 4, 5) + Counts(10, 20, 30, 40, 50) == Counts(11, 22, 33, 44, 55)
+    assert Counts(1, 2, 3, 4, 5, 6) + Counts(10, 20, 30, 40, 50, 60) == Counts(11, 22, 33, 44, 55, 66)
 
 
 def test_json_says_the_same_as_the_result(result: SearchResult) -> None:

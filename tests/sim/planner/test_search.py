@@ -24,7 +24,7 @@ from sim.planner.evaluate import Found, evaluate
 from sim.planner.harmony_candidates import harmony_candidates
 from sim.planner.packing import Packer
 from sim.planner.refusals import Reason, Refusals
-from sim.planner.result import SearchResult
+from sim.planner.result import Counts, SearchResult
 from sim.planner.search import NothingFits, search
 from sim.planner.space import Space
 from tests.sim.handmade import machine as separate_links
@@ -147,12 +147,12 @@ def without_limit() -> SearchResult:
 @given(linear_traces(3, 5, tied=True, frozen=True), machines(), st.integers(3, 6), st.sampled_from(Policy))
 def test_no_candidate_beats_any_bound(trace: Trace, machine: Machine, minibatch: int, policy: Policy) -> None:
     """Bounds of pairs of halves too, which are looser than those of plans."""
-    costs = Costs(trace)
+    costs, backwards = Costs(trace), tuple(reversed(range(len(machine.gpus))))
     estimator = Estimator(costs, machine)
     if policy.is_paged:
         candidates = paged_candidates(policy, minibatch, len(machine.gpus), costs, Space(), estimator)
     else:
-        candidates = harmony_candidates(policy, minibatch, costs, machine, Space(), Refusals())
+        candidates = harmony_candidates(policy, minibatch, costs, machine, Space(gpu_order=(backwards,)), Refusals())
     for number in range(0, candidates.count, 1 + candidates.count // 12):
         outcome = evaluate(candidates.plan(number), candidates.open_slots, costs, machine)
         if isinstance(outcome, Found):
@@ -348,6 +348,47 @@ def test_sizes_outside_the_trace_are_left_out_or_extrapolated() -> None:
     )
     assert guessed.counts.candidates > found.counts.candidates
     assert not any("microbatch sizes" in note for note in guessed.notes)
+
+
+TWO_SWITCHES = Machine(
+    name="two switches",
+    host=Host(memory_bytes=None, dram_bandwidth=8e9, cores=2),
+    gpus=tuple(Gpu(name="any", memory_bytes=10**9, bandwidth=2e9, link=link) for link in ("a", "a", "b", "b")),
+    links=tuple(Link(name=name, bandwidth=2e9) for name in ("a", "b")),
+)
+CROSSING = (0, 2, 1, 3)
+
+
+def crossing_search(**options: Any) -> SearchResult:
+    return search(TRACES["skewed"], TWO_SWITCHES, 4, policies=(PP,), **options)
+
+
+def test_the_best_vary_and_the_bound_is_of_candidates() -> None:
+    plain = crossing_search(max_simulated=EVERYTHING, max_variations=0)
+    varied = crossing_search(max_simulated=EVERYTHING)
+    assert (plain.counts.varied, varied.counts.varied > 0) == (0, True)
+    assert varied.counts == plain.counts + Counts(varied=varied.counts.varied)
+    assert varied.lower_bound_ns == plain.lower_bound_ns == plain.best.step_time_ns
+    assert varied.best.step_time_ns <= plain.best.step_time_ns
+    best = plain.best.plan
+    tried = times_ns([best, replace(best, gpu_order=CROSSING)], Costs(TRACES["skewed"]), TWO_SWITCHES)
+    assert varied.best.step_time_ns <= min(tried.values())
+    assert varied.gap == 0
+
+
+def test_variations_keep_to_their_limit_and_to_what_is_fixed() -> None:
+    assert crossing_search(max_simulated=8, max_variations=1).counts.varied == 1
+    for order in (CROSSING, (0, 1, 2, 3)):
+        found = crossing_search(choice=PlanChoice(gpu_order=order), max_simulated=8)
+        assert {each.plan.gpu_order for each in found.top} == {order}
+        assert found.counts.varied == 0
+    with pytest.raises(PlanError, match="-1 variations"):
+        crossing_search(max_variations=-1)
+
+
+def test_an_order_of_other_gpus_is_refused() -> None:
+    with pytest.raises(NothingFits, match="gpu_order 0,1 must name each of GPUs 0-3 once"):
+        crossing_search(choice=PlanChoice(gpu_order=(0, 1)))
 
 
 def test_processes_find_the_same() -> None:

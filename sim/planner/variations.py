@@ -1,0 +1,51 @@
+"""Variations: plans that differ from a plan in one option that a search does not enumerate.
+
+With every such option, the candidates of a search would double. So the search enumerates plans with defaults, and then
+climbs from the best of them: it simulates their variations, and the variations of those, while that leads on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from traces.costs import Costs
+
+from ..errors import PlanError
+from ..hardware.machine import Machine
+from ..hardware.switches import cross_order
+from ..plan import HarmonyPlan, Plan, fields_of
+from .space import Space
+
+_Values = Callable[[HarmonyPlan, Costs, Machine], Iterable[Any]]
+"""Values worth trying in one field of a plan; they may depend on the rest of the plan."""
+
+
+def _gpu_orders(plan: HarmonyPlan, costs: Costs, machine: Machine) -> list[tuple[int, ...] | None]:
+    """Ascending, and crossing switches."""
+    crossing = cross_order(machine)
+    return [None] if list(crossing) == sorted(crossing) else [None, crossing]
+
+
+_VARIED: Mapping[str, _Values] = {"gpu_order": _gpu_orders}
+"""By field, in the order in which they are tried."""
+
+
+def variations(plan: Plan, costs: Costs, machine: Machine, space: Space) -> Iterator[Plan]:
+    """Of a plan, in the fields that mean something in it and that the space leaves open.
+
+    What contradicts the rest of the plan is passed over.
+    """
+    if not isinstance(plan, HarmonyPlan):
+        return
+    for name in fields_of(plan.policy):
+        if name not in _VARIED or not space.leaves_open(name):
+            continue
+        for value in _VARIED[name](plan, costs, machine):
+            if value != getattr(plan, name):
+                try:
+                    yield replace(plan, **{name: value})
+                except PlanError:
+                    continue

@@ -1,0 +1,44 @@
+"""Which plans a search tries beside the best ones that it enumerates."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from sim.hardware.files import load_machine
+from sim.plan import PagedPlan, Policy
+from sim.planner.space import Space
+from sim.planner.variations import variations
+from tests.sim.handmade import plan
+from traces.costs import Costs
+from traces.synthetic import uniform_trace
+
+COSTS = Costs(uniform_trace(2))
+TWO_SWITCHES = load_machine("8x1080ti-2switch")
+CROSSING = (0, 4, 1, 5, 2, 6, 3, 7)
+PLAN = plan(gpus=8, minibatch=8, policy=Policy.HARMONY_PP)
+
+
+def varied(of: object, field: str, machine: object = TWO_SWITCHES, space: Space | None = None) -> list[object]:
+    """The other values that variations give to a field."""
+    found = [getattr(each, field) for each in variations(of, COSTS, machine, space or Space())]
+    return [value for value in found if value != getattr(of, field)]
+
+
+def test_each_differs_in_one_field() -> None:
+    for each in variations(PLAN, COSTS, TWO_SWITCHES, Space()):
+        assert sum(getattr(each, name) != getattr(PLAN, name) for name in PLAN.__struct_fields__) == 1
+
+
+def test_gpus_take_turns_across_switches_or_in_ascending_order() -> None:
+    assert varied(PLAN, "gpu_order") == [CROSSING]
+    assert varied(replace(PLAN, gpu_order=CROSSING), "gpu_order") == [None]
+    assert varied(plan(gpus=4, minibatch=8), "gpu_order", load_machine("4x1080ti")) == []
+
+
+def test_what_the_space_fixes_stays() -> None:
+    assert varied(PLAN, "gpu_order", space=Space(gpu_order=(None,))) == []
+
+
+def test_baselines_do_not_vary() -> None:
+    paged = PagedPlan(policy=Policy.DP_SWAP, minibatch=8, gpus=8, u_fwd=1, u_bwd=1)
+    assert list(variations(paged, COSTS, TWO_SWITCHES, Space())) == []
