@@ -8,6 +8,7 @@ HarmonyError
 ├── CannotRun           a schedule asks for what only the simulator can do
 ├── OptimizerError      an optimizer cannot update packs one by one
 ├── OutOfArena          a buffer does not fit where the schedule puts it, or under the cap
+├── NeverFreed          a step left buffers behind
 ├── WorkspaceOverrun    autograd took more memory than the schedule reserved
 └── TaskFailed          a task of a run failed; ``__cause__`` is what happened
 """
@@ -55,6 +56,19 @@ class OutOfArena(HarmonyError):
             f"{self.problem}; the cap is {format_bytes(self.cap)} ({self.cap} B). "
             "Build the schedule for this machine's memory"
         )
+
+
+class NeverFreed(HarmonyError):
+    """A step left buffers behind: names them. The next step would find their memory taken."""
+
+    def __init__(self, buffers: tuple[str, ...]) -> None:
+        super().__init__(buffers)
+        self.buffers = buffers
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.buffers[:10])
+        more = f" and {len(self.buffers) - 10} more" if len(self.buffers) > 10 else ""
+        return f"the step ended and never freed {shown}{more}; build the schedule again, or free them in its tasks"
 
 
 class WorkspaceOverrun(HarmonyError):

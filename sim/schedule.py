@@ -98,6 +98,13 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     is_saved: bool = False
     offset: int | None = None
 
+    def __str__(self) -> str:
+        """A buffer as a person reads it: ``buffer 7 (weight 0-3, 400 B at 512 on gpu 0)``."""
+        run = f"{self.layer_first}-{self.layer_last}" if self.layer_first != self.layer_last else f"{self.layer_first}"
+        where = "the host" if self.gpu is None else f"gpu {self.gpu}"
+        at = "" if self.offset is None else f" at {self.offset}"
+        return f"buffer {self.id} ({self.kind.value} {run}, {self.bytes} B{at} on {where})"
+
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """One entry of the total order.

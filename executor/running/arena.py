@@ -85,6 +85,11 @@ class Arena:
             raise OutOfArena(self.gpu, _name(buffer), buffer.bytes, self.cap, "a task uses it while it is not held")
         return block
 
+    def held(self) -> list[int]:
+        """Ids of the buffers that are held."""
+        with self._lock:
+            return list(self._held)
+
     def clear(self) -> None:
         """Forget what is held, after a run that was given up."""
         with self._lock:

@@ -8,6 +8,7 @@ from functools import partial
 from sim.schedule import Buffer, Schedule, TensorKind
 
 from ..devices.facade import Devices
+from ..errors import NeverFreed
 from ..models.layers import LayerModel
 from .arena import Arena, Block
 from .layout import Layouts
@@ -60,6 +61,12 @@ class Places:
         """The memory of a buffer that is held."""
         buffer = self.buffers[number]
         return self._host[number] if buffer.gpu is None else self._arenas[buffer.gpu].block(buffer)
+
+    def check_empty(self) -> None:
+        """After a step nothing may be left, neither on the GPUs nor in the host. Raises NeverFreed."""
+        left = sorted([*self._host, *(number for arena in self._arenas for number in arena.held())])
+        if left:
+            raise NeverFreed(tuple(str(self.buffers[number]) for number in left))
 
     def clear(self) -> None:
         """Forget all buffers, after a step that was given up."""

@@ -65,13 +65,14 @@ class Session:
 
         ``check_memory`` measures what the mathematics of each task takes, which costs some time, and raises
         WorkspaceOverrun (as the cause of TaskFailed) beyond what the schedule reserves. Raises TaskFailed when a task
-        fails; the parameters may be updated in part then.
+        fails; the parameters may be updated in part then. Raises NeverFreed if the step leaves buffers behind.
         """
         self._places.minibatch.load(inputs, labels)
         context = StepContext(self._steps, check_memory)
         with self._devices.running():
             try:
                 walked = self._lanes.run(self._steps, lambda task, queue: self._perform(task, queue, context))
+                self._places.check_empty()
             except BaseException:
                 self._places.clear()
                 raise

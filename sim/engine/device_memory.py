@@ -49,7 +49,7 @@ class DeviceMemory:
     def check_empty(self) -> None:
         """At the end of a step nothing may be left."""
         if self._live:
-            left = ", ".join(describe(self._buffers[number]) for number in sorted(self._live))
+            left = ", ".join(str(self._buffers[number]) for number in sorted(self._live))
             raise ScheduleError((f"never freed: {left}",))
 
     def _place(self, task: Task, buffer: Buffer, offset: int) -> None:
@@ -60,18 +60,9 @@ class DeviceMemory:
         at = bisect_left(placed, (offset, end, buffer.id))
         for start, stop, other in placed[max(0, at - 1) : at + 1]:
             if start < end and offset < stop:
-                raise _broken(task, "allocates", buffer, f"over {describe(self._buffers[other])}, which is in use")
+                raise _broken(task, "allocates", buffer, f"over {self._buffers[other]}, which is in use")
         insort(placed, (offset, end, buffer.id))
 
 
-def describe(buffer: Buffer) -> str:
-    """A buffer as a person reads it: ``buffer 7 (weight 0-3, 400 B at 512 on gpu 0)``."""
-    first, last = buffer.layer_first, buffer.layer_last
-    run = f"{first}-{last}" if first != last else f"{first}"
-    where = "the host" if buffer.gpu is None else f"gpu {buffer.gpu}"
-    at = "" if buffer.offset is None else f" at {buffer.offset}"
-    return f"buffer {buffer.id} ({buffer.kind.value} {run}, {buffer.bytes} B{at} on {where})"
-
-
 def _broken(task: Task, verb: str, buffer: Buffer, why: str) -> ScheduleError:
-    return ScheduleError((f"{task} {verb} {describe(buffer)}, {why}",))
+    return ScheduleError((f"{task} {verb} {buffer}, {why}",))

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from traces.costs import Costs
 
-from ..engine.device_memory import describe
 from ..schedule import Buffer, Schedule, Task, TaskKind, TensorKind
 
 
@@ -15,7 +14,7 @@ def byte_faults(schedule: Schedule, costs: Costs) -> Iterator[str]:
     for buffer in schedule.buffers:
         expected = _tensor_bytes(buffer.kind, buffer, costs)
         if expected is not None and buffer.bytes != expected:
-            yield f"{describe(buffer)} has {buffer.bytes} B, the trace says {expected} B"
+            yield f"{buffer} has {buffer.bytes} B, the trace says {expected} B"
     for task in schedule.tasks:
         expected = _copy_bytes(task, costs, schedule.plan.gpus)
         if expected is not None and task.bytes != expected:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from ..builders.memory import ALIGNMENT
-from ..engine.device_memory import describe
 from ..schedule import Buffer, Schedule, Task, TaskKind
 from .happens_before import HappensBefore
 
@@ -52,9 +51,9 @@ def _life_faults(lives: _Lives) -> Iterator[str]:
     for verb, table in (("allocated", lives.allocates), ("freed", lives.frees)):
         for buffer, tasks in zip(lives.schedule.buffers, table, strict=True):
             if not tasks:
-                yield f"{describe(buffer)} is never {verb}"
+                yield f"{buffer} is never {verb}"
             if len(tasks) > 1:
-                yield f"{describe(buffer)} is {verb} {len(tasks)} times: by {' and by '.join(map(str, tasks))}"
+                yield f"{buffer} is {verb} {len(tasks)} times: by {' and by '.join(map(str, tasks))}"
 
 
 def _use_faults(buffer: Buffer, lives: _Lives, surely: HappensBefore) -> Iterator[str]:
@@ -63,21 +62,21 @@ def _use_faults(buffer: Buffer, lives: _Lives, surely: HappensBefore) -> Iterato
     if len(first) == 1:
         for task in users:
             if task is not first[0] and not surely(first[0].id, task.id):
-                yield f"{task} may use {describe(buffer)} before {first[0]} has allocated it"
+                yield f"{task} may use {buffer} before {first[0]} has allocated it"
     if len(last) == 1:
         for task in users + [task for task in first if task not in users]:
             if task is not last[0] and not surely(task.id, last[0].id):
-                yield f"{last[0]} may free {describe(buffer)} while {task} still needs it"
+                yield f"{last[0]} may free {buffer} while {task} still needs it"
     writer: Task | None = None
     readers: list[Task] = []  # since then
     for task in users:
         writes = buffer.id in task.writes
         if writer is None and not writes:
-            yield f"{task} reads {describe(buffer)} before anything has written it"
+            yield f"{task} reads {buffer} before anything has written it"
         others = [*([] if writer is None else [writer]), *(readers if writes else [])]
         for other in others:
             if not surely(other.id, task.id):
-                yield f"{other} and {task} may touch {describe(buffer)} at the same time, and one of them writes it"
+                yield f"{other} and {task} may touch {buffer} at the same time, and one of them writes it"
         if writes:
             writer, readers = task, []
         else:
@@ -92,7 +91,7 @@ def _device_faults(schedule: Schedule) -> Iterator[str]:
         for verb, ids, reach in (("reads", task.reads, readable), ("writes", task.writes, writable)):
             for number in ids:
                 if schedule.buffers[number].gpu not in reach:
-                    yield f"{task} {verb} {describe(schedule.buffers[number])}, which is out of its reach"
+                    yield f"{task} {verb} {schedule.buffers[number]}, which is out of its reach"
 
 
 def _reach(task: Task, everywhere: frozenset[int | None]) -> tuple[frozenset[int | None], frozenset[int | None]]:
@@ -126,8 +125,8 @@ def _overlap_faults(lives: _Lives, surely: HappensBefore) -> Iterator[str]:
             for other in taken:
                 free = lives.frees[other][0]
                 if not surely(free.id, task.id):
-                    before = describe(lives.schedule.buffers[other])
-                    yield f"{task} may put {describe(buffer)} over {before} before {free} has freed that"
+                    before = lives.schedule.buffers[other]
+                    yield f"{task} may put {buffer} over {before} before {free} has freed that"
 
 
 class _Owners:

@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from executor.devices.emulated import EmulatedDevices
-from executor.errors import TaskFailed
+from executor.errors import NeverFreed, TaskFailed
 from executor.models.layers import decompose
 from executor.models.workloads import Workload
 from executor.running.session import Session
 from sim.builders import build
 from sim.plan import Plan, Policy, Residency, UpdateOn
+from sim.schedule import Schedule
 from tests.executor import made
 from tests.executor.training import MINIBATCH, SEED, adam, chain, dp_swap, harmony, name_of, trace_of, train_plainly
 
@@ -29,9 +32,14 @@ EACH_UPDATE = pytest.mark.parametrize(
 )
 
 
-def start(workload: Workload, plan: Plan, optimizer: torch.optim.Optimizer) -> Session:
+def start(
+    workload: Workload,
+    plan: Plan,
+    optimizer: torch.optim.Optimizer,
+    changed: Callable[[Schedule], Schedule] = lambda schedule: schedule,
+) -> Session:
     machine = made.machine(plan.gpus)
-    schedule = build(plan, trace_of(workload, state_tensors=2), machine)
+    schedule = changed(build(plan, trace_of(workload, state_tensors=2), machine))
     devices = EmulatedDevices(machine)
     return Session(schedule, decompose(workload.model, workload.loss_fn), optimizer, devices, seed=SEED)
 
@@ -95,6 +103,28 @@ def test_a_step_that_failed_can_be_tried_again(plan: Plan) -> None:
     expected = train_plainly(chain(), optimizer=adam)
     assert loss == pytest.approx(expected.losses[0], abs=1e-10)
     assert_close(dict(workload.model.state_dict()), dict(expected.tensors))
+
+
+@pytest.mark.parametrize("in_host", [False, True])
+def test_a_step_that_leaves_a_buffer_behind_is_an_error_that_names_it(in_host: bool) -> None:
+    """The schedule forgets to free the last buffer of a GPU, or of the host."""
+    workload = chain()
+    forgotten: list[str] = []
+
+    def forgetful(schedule: Schedule) -> Schedule:
+        freed = [(task, schedule.buffers[number]) for task in schedule.tasks for number in task.frees]
+        task, buffer = [item for item in freed if (item[1].gpu is None) is in_host][-1]
+        forgotten.append(str(buffer))
+        changed = replace(task, frees=tuple(number for number in task.frees if number != buffer.id))
+        return replace(schedule, tasks=(*schedule.tasks[: task.id], changed, *schedule.tasks[task.id + 1 :]))
+
+    plan = harmony(Policy.HARMONY_DP, 2, (3, 3), PACKS)
+    session = start(workload, plan, adam(workload.model.parameters()), forgetful)
+    for _ in range(2):  # also the second time: nothing of the first is left
+        with pytest.raises(NeverFreed) as caught:
+            session.step(*workload.batch(MINIBATCH, SEED))
+        assert caught.value.buffers == tuple(forgotten)
+        assert f"never freed {forgotten[0]}; " in str(caught.value)
 
 
 def test_learning_rates_may_change_between_steps() -> None:

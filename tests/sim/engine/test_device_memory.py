@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sim.engine.device_memory import DeviceMemory, describe
+from sim.engine.device_memory import DeviceMemory
 from sim.errors import ScheduleError
 from sim.schedule import TaskKind, TensorKind
 from tests.sim.handmade import Hand, one_gpu_schedule
@@ -89,7 +89,15 @@ def test_leftovers_are_named() -> None:
         allocate_all(two_loads(first=None, second=None)).check_empty()
 
 
-def test_describing_a_host_buffer_of_several_layers() -> None:
+def test_leftovers_in_the_host_are_named() -> None:
+    hand = Hand()
+    buffer = hand.buffer(TensorKind.STASH, 1, 8, gpu=None)
+    hand.task(TaskKind.SWAP_OUT, 1, tensor_kind=TensorKind.STASH, allocates=(buffer,))
+    with pytest.raises(ScheduleError, match=r"never freed: buffer 0 \(stash 1, 8 B on the host\)"):
+        allocate_all(hand).check_empty()
+
+
+def test_the_name_of_a_host_buffer_of_several_layers() -> None:
     hand = Hand()
     hand.buffer(TensorKind.GRADIENT, (0, 1), 8, gpu=None)
-    assert describe(hand.buffers[0]) == "buffer 0 (gradient 0-1, 8 B on the host)"
+    assert str(hand.buffers[0]) == "buffer 0 (gradient 0-1, 8 B on the host)"
