@@ -28,6 +28,9 @@ _WORST_LAST = (
 )
 
 
+_MEMORY_COLUMNS = frozenset({"saved_bytes", "workspace_bytes", "forward_workspace_bytes"})
+
+
 def worst(provenances: Iterable[Provenance]) -> Provenance:
     """The least trustworthy of them; of none, MEASURED. Between profiled sizes counts as worse than modelled."""
     return max(provenances, key=_WORST_LAST.index, default=Provenance.MEASURED)
@@ -208,8 +211,12 @@ class Costs:
         return self._times[phase].provenance(layer, u)
 
     def size_provenance(self, layer: int, u: int) -> Provenance:
-        """Where this layer's bytes of a microbatch come from."""
+        """Where the bytes of a microbatch at this layer's boundaries come from."""
         return self._input.provenance(layer, u)
+
+    def memory_provenance(self, layer: int, u: int) -> Provenance:
+        """Where saved and workspace bytes of a microbatch come from."""
+        return self._saved.provenance(layer, u)
 
     def pack_provenance(self, first: int, last: int, phase: Phase, u: int) -> Provenance:
         """The worst of the run's layers."""
@@ -273,7 +280,8 @@ class Costs:
         columns_of_parts = {name: _Column("sizes", self._source, self.extrapolate) for name in of_parts}
         for row in self.trace.sizes:
             for name, column in columns.items():
-                column.put(row.layer, row.microbatch, getattr(row, name), row.provenance)
+                provenance = row.memory_provenance if name in _MEMORY_COLUMNS else None
+                column.put(row.layer, row.microbatch, getattr(row, name), provenance or row.provenance)
             self._put_parts(row, columns_of_parts)
         return {**columns, **columns_of_parts}
 
@@ -287,7 +295,7 @@ class Costs:
             modelled_parts_workspace_bytes(row) if workspace is None else workspace,
         )
         for column, size in zip(columns.values(), sizes, strict=True):
-            column.put(row.layer, row.microbatch, size, row.provenance)
+            column.put(row.layer, row.microbatch, size, row.memory_provenance or row.provenance)
 
     def _ownership(self) -> tuple[list[int], list[tuple[int, ...]]]:
         """Per layer: weight bytes its update changes, and the other users of tied parameters it owns."""
