@@ -88,7 +88,8 @@ class Calculations:
             for task in schedule.copies(TaskKind.FORWARD)
             for layer in range(task.layer_first, task.layer_last + 1)
         )
-        self._roles = {task.id: self._find_roles(task) for task in schedule.copies(TaskKind.FORWARD, TaskKind.BACKWARD)}
+        passes = schedule.copies(TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.RECOMPUTE)
+        self._roles = {task.id: self._find_roles(task) for task in passes}
         self._specs: dict[int, tuple[torch.Size, torch.dtype]] = {}  # of a sample of x(l), as last produced
         self._users: dict[nn.Parameter, list[tuple[int, SlotKey]]] = {}
         for index, layer in enumerate(model.layers):
@@ -98,8 +99,9 @@ class Calculations:
         self._adopt_state()
 
     def forward(self, task: Task, queue: Queue, context: StepContext) -> None:
-        """Run a pack without recording; write what goes on or is stashed."""
+        """Run a pack without recording, for the first time or again; write what goes on or is stashed."""
         roles, gpu = self._roles[task.id], _gpu(task)
+        first_time = task.kind is TaskKind.FORWARD
         chance = self._chance(roles, gpu, context)
 
         def emit(layer: int, x: Tensor) -> None:
@@ -112,7 +114,9 @@ class Calculations:
 
         def work() -> None:
             inputs = [self._tensor(number) for number in roles.inputs]
-            self._gpu_models[gpu].forward(roles.layers, inputs, self._layer_tensors(roles), chance, emit)
+            self._gpu_models[gpu].forward(
+                roles.layers, inputs, self._layer_tensors(roles), chance, emit, first_time=first_time
+            )
 
         self._run(task, queue, context, work)
 
