@@ -5,7 +5,6 @@ HarmonyError
 ├── WorkloadError       a model, its loss or its batches cannot be loaded
 ├── DeviceError         the devices asked for are not there
 ├── DifferentModel      a schedule was made for another model, batch or optimizer than the one at hand
-├── CannotRun           a schedule asks for what only the simulator can do
 ├── OptimizerError      an optimizer cannot update packs one by one
 ├── OutOfArena          a buffer does not fit where the schedule puts it, or under the cap
 ├── NeverFreed          a step left buffers behind
@@ -33,10 +32,6 @@ class DeviceError(HarmonyError):
 
 class DifferentModel(HarmonyError):
     """A schedule was made for another model, batch or optimizer: says where they differ, with both figures."""
-
-
-class CannotRun(HarmonyError):
-    """A schedule asks for what only the simulator can do: says what, and how to plan without it."""
 
 
 class OptimizerError(HarmonyError):

@@ -45,13 +45,12 @@ class TaskKind(Enum):
     """What a task does.
 
     ``BACKWARD`` repeats the forward of its layers first (recompute; for the layers with the loss it is their forward),
-    unless the task says otherwise. ``RECOMPUTE`` repeats a forward whose output was not kept; it changes no buffers.
+    unless the task says otherwise.
     ``REDUCE`` adds the GPUs' gradients in host memory; ``UPDATE`` is on the host (``gpu`` None) or on a GPU.
     """
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    RECOMPUTE = "recompute"
     UPDATE = "update"
     REDUCE = "reduce"
     ALLREDUCE = "allreduce"

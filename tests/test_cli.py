@@ -57,7 +57,6 @@ SIMULATE = ("simulate", "t.json", "-m", "4x1080ti", "--gpus", "2", "--minibatch"
 COMMANDS = [
     ("demo",),
     ("profile",),
-    ("import",),
     ("calibrate",),
     ("machines",),
     ("trace", "show"),

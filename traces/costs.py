@@ -28,9 +28,6 @@ _WORST_LAST = (
 )
 
 
-_MEMORY_COLUMNS = frozenset({"saved_bytes", "workspace_bytes", "forward_workspace_bytes"})
-
-
 def worst(provenances: Iterable[Provenance]) -> Provenance:
     """The least trustworthy of them; of none, MEASURED. Between profiled sizes counts as worse than modelled."""
     return max(provenances, key=_WORST_LAST.index, default=Provenance.MEASURED)
@@ -58,6 +55,7 @@ class Costs:
         self._input_gradient = sizes["input_gradient_bytes"]
         self._saved, self._workspace = sizes["saved_bytes"], sizes["workspace_bytes"]
         self._forward_workspace = sizes["forward_workspace_bytes"]
+        self._unrecomputed = sizes["unrecomputed_workspace_bytes"]
         self._held, self._parts_workspace = sizes["held_bytes"], sizes["parts_workspace_bytes"]
         self._forward_peaks: dict[int, _RangeMaximum] = {}
         self._backward_peaks: dict[int, _RangeMaximum] = {}
@@ -162,9 +160,14 @@ class Costs:
         return saved[last + 1] - saved[first]
 
     def remainder_bytes(self, layer: int, u: int) -> int:
-        """What a layer's forward leaves alive besides its output; of the last layer, the loss included."""
-        output = self.output_bytes(layer, u) if layer < self.layer_count - 1 else 0
-        return max(0, self.saved_bytes(layer, layer, u) - output)
+        """What a layer's forward leaves alive for its backward besides its input: all that it saved, without its output
+        if that is only the next layer's input."""
+        return _remainder_bytes(self.trace, layer, self.saved_bytes(layer, layer, u), self.output_bytes(layer, u))
+
+    def unrecomputed_workspace_bytes(self, layer: int, u: int) -> int:
+        """Peak of a layer's backward alone, when its forward was recorded and what that saved lies elsewhere. Where a
+        trace does not say, the peak of both together, less what was saved."""
+        return self._unrecomputed.at(u)[layer]
 
     def backward_workspace_bytes(self, first: int, last: int, u: int) -> int:
         """Peak of forward with gradient recording and backward: max over l of saved(first … l) + workspace(l)."""
@@ -211,12 +214,8 @@ class Costs:
         return self._times[phase].provenance(layer, u)
 
     def size_provenance(self, layer: int, u: int) -> Provenance:
-        """Where the bytes of a microbatch at this layer's boundaries come from."""
+        """Where this layer's bytes of a microbatch come from."""
         return self._input.provenance(layer, u)
-
-    def memory_provenance(self, layer: int, u: int) -> Provenance:
-        """Where saved and workspace bytes of a microbatch come from."""
-        return self._saved.provenance(layer, u)
 
     def pack_provenance(self, first: int, last: int, phase: Phase, u: int) -> Provenance:
         """The worst of the run's layers."""
@@ -276,26 +275,26 @@ class Costs:
             "forward_workspace_bytes",
         )
         columns = {name: _Column("sizes", self._source, self.extrapolate) for name in names}
-        of_parts = ("held_bytes", "parts_workspace_bytes")
-        columns_of_parts = {name: _Column("sizes", self._source, self.extrapolate) for name in of_parts}
+        derived = ("unrecomputed_workspace_bytes", "held_bytes", "parts_workspace_bytes")
+        columns |= {name: _Column("sizes", self._source, self.extrapolate) for name in derived}
         for row in self.trace.sizes:
-            for name, column in columns.items():
-                provenance = row.memory_provenance if name in _MEMORY_COLUMNS else None
-                column.put(row.layer, row.microbatch, getattr(row, name), provenance or row.provenance)
-            self._put_parts(row, columns_of_parts)
-        return {**columns, **columns_of_parts}
+            for name in names:
+                columns[name].put(row.layer, row.microbatch, getattr(row, name), row.provenance)
+            if row.layer < self.layer_count:
+                for name, modelled in zip(derived, self._derived_bytes(row), strict=True):
+                    told = getattr(row, name)
+                    columns[name].put(row.layer, row.microbatch, modelled if told is None else told, row.provenance)
+        return columns
 
-    def _put_parts(self, row: SizeRow, columns: dict[str, _Column]) -> None:
-        if row.layer >= self.layer_count:
-            return
-        held, workspace = row.held_bytes, row.parts_workspace_bytes
+    def _derived_bytes(self, row: SizeRow) -> tuple[int, int, int]:
+        """What holds where a row does not say."""
         layer = self.trace.layers[row.layer]
-        sizes = (
-            modelled_held_bytes(layer, row) if held is None else held,
-            modelled_parts_workspace_bytes(row) if workspace is None else workspace,
+        remainder = _remainder_bytes(self.trace, row.layer, row.saved_bytes, row.output_bytes)
+        return (
+            row.saved_bytes + row.workspace_bytes - remainder,
+            modelled_held_bytes(layer, row),
+            modelled_parts_workspace_bytes(row),
         )
-        for column, size in zip(columns.values(), sizes, strict=True):
-            column.put(row.layer, row.microbatch, size, row.memory_provenance or row.provenance)
 
     def _ownership(self) -> tuple[list[int], list[tuple[int, ...]]]:
         """Per layer: weight bytes its update changes, and the other users of tied parameters it owns."""
@@ -417,6 +416,11 @@ class _RangeMaximum:
         level = (last - first + 1).bit_length() - 1
         row = self._levels[level]
         return max(row[first], row[last + 1 - (1 << level)])
+
+
+def _remainder_bytes(trace: Trace, layer: int, saved_bytes: int, output_bytes: int) -> int:
+    given_on = layer < len(trace.layers) - 1 and not trace.layers[layer].saves_output
+    return max(0, saved_bytes - output_bytes) if given_on else saved_bytes
 
 
 def _prefix(values: Sequence[int]) -> list[int]:

@@ -75,7 +75,8 @@ class Layer(_Row, frozen=True):
     ``weight_bytes`` and ``gradient_bytes`` count every parameter the layer uses, tied ones included (a swap moves
     them once per use). ``optimizer_state_bytes`` counts a tied parameter only in the layer that owns it.
     ``changes_buffers``: a training forward writes its buffers (BatchNorm). ``cut_sensitive``: its result depends
-    on how the minibatch is cut, or on chance (BatchNorm, dropout).
+    on how the minibatch is cut, or on chance (BatchNorm, dropout). ``saves_output``: its backward needs its own output
+    (ReLU, Tanh), which without recompute then stays with what else it saved.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Layer(_Row, frozen=True):
     tied: tuple[TiedWeight, ...] = ()
     changes_buffers: bool = False
     cut_sensitive: bool = False
+    saves_output: bool = False
 
 
 class TimeRow(_Row, frozen=True):
@@ -108,13 +110,12 @@ class SizeRow(_Row, frozen=True):
     parameters excluded); ``workspace_bytes`` is the peak of its forward and backward minus that (incoming and input
     gradient and the parameter gradient not yet accumulated included). ``forward_workspace_bytes`` is the peak
     of its forward *without* gradient recording (output included, input and parameters excluded).
+    ``unrecomputed_workspace_bytes`` is the most that its backward alone takes, beside what the forward saved.
 
     Of a backward in two parts, ``held_bytes`` stay alive from the first part to the second: what was saved, and the
     gradients from which those of the parameters follow (of layers without trained parameters only what was saved).
-    ``parts_workspace_bytes`` is the most that either part, the forward before the first included, takes besides. None:
-    the trace does not say.
-
-    ``provenance`` is of what crosses the layer's boundaries, ``memory_provenance`` of all else (None: as well).
+    ``parts_workspace_bytes`` is the most that either part, the forward before the first included, takes besides.
+    None: the trace does not say.
     """
 
     layer: Index
@@ -125,10 +126,10 @@ class SizeRow(_Row, frozen=True):
     saved_bytes: Bytes
     workspace_bytes: Bytes
     forward_workspace_bytes: Bytes
+    unrecomputed_workspace_bytes: Bytes | None = None
     held_bytes: Bytes | None = None
     parts_workspace_bytes: Bytes | None = None
     provenance: Provenance = Provenance.MEASURED
-    memory_provenance: Provenance | None = None
 
 
 class Trace(_Row, frozen=True):

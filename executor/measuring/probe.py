@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,13 +29,14 @@ class Found:
     """What a first run found of layers that are alike.
 
     ``layers``: their indices. ``inputs``: x (of the loss, labels too) for a few samples. ``output``: what came out.
-    ``random``: another seed gave another output.
+    ``random``: another seed gave another output. ``saves_output``: their backward needs it.
     """
 
     layers: tuple[int, ...]
     inputs: tuple[Tensor, ...]
     output: Tensor
     random: bool
+    saves_output: bool
 
     def inputs_for(self, samples: int) -> tuple[Tensor, ...]:
         """Inputs for as many samples as wanted, the few repeated."""
@@ -78,7 +79,7 @@ def probe(
         key = likeness(layer, x), _owned(model, index)
         if key in found:
             known = found[key]
-            found[key] = Found((*known.layers, index), known.inputs, known.output, known.random)
+            found[key] = replace(known, layers=(*known.layers, index))
         else:
             args = (x, labels) if index == len(model) - 1 else (x,)
             found[key] = _First(gpu, index, layer, args, tensors_of(index), generator).run()
@@ -119,7 +120,8 @@ class _First:
             self._check_gradients(first)
             if self._is_loss and not random:
                 self._check_mean(first)
-        return Found((self.index,), self.args, first, random)
+            saves_output = self.gpu.saves_output(self.index, self.args, self.tensors, Chance(self.generator, 0, 0, 0))
+        return Found((self.index,), self.args, first, random, saves_output)
 
     @property
     def _is_loss(self) -> bool:

@@ -196,7 +196,7 @@ class _Profiler:
         return lambda number: benches[number % len(benches)].device_ns(self._clock)
 
     def _layer_rows(self, found: Sequence[Found]) -> tuple[Layer, ...]:
-        random = {layer: kind.random for kind in found for layer in kind.layers}
+        kind_of = {layer: kind for kind in found for layer in kind.layers}
         tied = {group.name: group for group in self._model.tied}
         rows = []
         for index, spec in enumerate(self._model.layers):
@@ -214,7 +214,8 @@ class _Profiler:
                         TiedWeight(group=name, weight_bytes=tied[name].parameter.nbytes) for name in sorted(shared)
                     ),
                     changes_buffers=spec.changes_buffers,
-                    cut_sensitive=spec.cut_sensitive or random[index],
+                    cut_sensitive=spec.cut_sensitive or kind_of[index].random,
+                    saves_output=kind_of[index].saves_output,
                 )
             )
         return tuple(rows)

@@ -3,6 +3,7 @@
     forward without recording                    peak            → forward_workspace_bytes
     forward with recording, then what is alive   live            → saved_bytes
     the same and backward, from start to end     peak - saved    → workspace_bytes
+    backward of a forward recorded before        peak            → unrecomputed_workspace_bytes
 
 Inputs, parameters and gradient buffers lie in memory that schedules plan, and do not count. In a pack, a layer's
 incoming gradient is made by the layer behind it; here a stand-in for that layer makes it. The scalar loss and its
@@ -11,7 +12,7 @@ gradient, which a pack with the loss holds until its backward has ended, belong 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from ..models.layers import LayerModel, LayerSpec, NamedBuffer
 from ..running.compute import Chance, GpuModel, LayerTensors
+from ..running.recording import Region
 from ..running.storage import MemoryMeter, measure_memory
 
 
@@ -33,6 +35,7 @@ class LayerBytes:
     saved_bytes: int
     workspace_bytes: int
     forward_workspace_bytes: int
+    unrecomputed_workspace_bytes: int
 
 
 def measure_sizes(
@@ -65,7 +68,27 @@ def measure_sizes(
         saved_bytes=behind.saved_bytes,
         workspace_bytes=peak - behind.saved_bytes,
         forward_workspace_bytes=forward_peak,
+        unrecomputed_workspace_bytes=_backward_alone(gpu, x, every[0], chance, room_bytes=peak),
     )
+
+
+def _backward_alone(gpu: GpuModel, x: Tensor, tensors: LayerTensors, chance: Chance, room_bytes: int) -> int:
+    """The most that a backward takes whose forward was recorded, with what that saved in memory of its own."""
+    state = {**tensors.weights, **tensors.buffers}
+    memory: dict[Hashable, Tensor] = {name: _bytes_of(tensor) for name, tensor in state.items()}
+    memory[Region.INPUT] = _bytes_of(x)
+    memory[Region.SAVED] = torch.empty(room_bytes + x.nbytes, dtype=torch.uint8, device=x.device)
+    outputs: list[Tensor] = []
+    recording = gpu.record(range(1), [x], {0: tensors}, chance, lambda _, y: outputs.append(y), memory)
+    gradient = torch.ones_like(outputs.pop())
+    gradients = {(0, name): each for name, each in tensors.gradients.items()}
+    with measure_memory(x.device) as meter:
+        recording.backward(memory, gradient, gradients)
+        return meter.peak_bytes
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 class _Gradient(torch.autograd.Function):

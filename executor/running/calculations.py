@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ from .compute import Chance, GpuModel, LayerTensors
 from .layout import SlotKey, typed
 from .optimizer import Moved, PackOptimizer, State
 from .places import Places
+from .recording import Memory, Recording, Region
 from .storage import StorageTracker
 
 _INPUTS = (TensorKind.DATA, TensorKind.STASH, TensorKind.ACTIVATION)
@@ -36,11 +37,13 @@ class LossPart:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What the calculations of one step share. ``losses`` fills up. With ``checks_memory`` workspaces are measured."""
+    """What the calculations of one step share. ``losses`` fills up; ``recordings`` are forwards whose backwards do not
+    repeat them. With ``checks_memory`` workspaces are measured."""
 
     number: int
     checks_memory: bool
     losses: list[LossPart] = field(default_factory=list)
+    recordings: dict[tuple[range, Interval], Recording] = field(default_factory=dict)
 
     def loss(self) -> float:
         """The loss of the minibatch, once the step has ended; added in the order of the samples."""
@@ -59,6 +62,7 @@ class _Roles:
     gradient: int | None
     outgoing: int | None
     outputs: dict[int, list[int]]  # where x(l) goes, by l
+    saved: int | None  # what autograd saved in a forward that its backward does not repeat
     workspace_bytes: int
     layers: range
     samples: Interval
@@ -88,8 +92,12 @@ class Calculations:
             for task in schedule.copies(TaskKind.FORWARD)
             for layer in range(task.layer_first, task.layer_last + 1)
         )
-        passes = schedule.copies(TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.RECOMPUTE)
-        self._roles = {task.id: self._find_roles(task) for task in passes}
+        self._recorded = frozenset(
+            (range(task.layer_first, task.layer_last + 1), task.samples)
+            for task in schedule.copies(TaskKind.BACKWARD)
+            if not task.recompute
+        )
+        self._roles = {task.id: self._find_roles(task) for task in schedule.copies(TaskKind.FORWARD, TaskKind.BACKWARD)}
         self._specs: dict[int, tuple[torch.Size, torch.dtype]] = {}  # of a sample of x(l), as last produced
         self._users: dict[nn.Parameter, list[tuple[int, SlotKey]]] = {}
         for index, layer in enumerate(model.layers):
@@ -99,9 +107,8 @@ class Calculations:
         self._adopt_state()
 
     def forward(self, task: Task, queue: Queue, context: StepContext) -> None:
-        """Run a pack without recording, for the first time or again; write what goes on or is stashed."""
+        """Run a pack; write what goes on or is stashed. It is recorded only if its backward does not repeat it."""
         roles, gpu = self._roles[task.id], _gpu(task)
-        first_time = task.kind is TaskKind.FORWARD
         chance = self._chance(roles, gpu, context)
 
         def emit(layer: int, x: Tensor) -> None:
@@ -114,14 +121,19 @@ class Calculations:
 
         def work() -> None:
             inputs = [self._tensor(number) for number in roles.inputs]
-            self._gpu_models[gpu].forward(
-                roles.layers, inputs, self._layer_tensors(roles), chance, emit, first_time=first_time
-            )
+            tensors = self._layer_tensors(roles)
+            if (roles.layers, roles.samples) in self._recorded:
+                context.recordings[roles.layers, roles.samples] = self._gpu_models[gpu].record(
+                    roles.layers, inputs, tensors, chance, emit, self._memory(roles)
+                )
+            else:
+                self._gpu_models[gpu].forward(roles.layers, inputs, tensors, chance, emit)
 
         self._run(task, queue, context, work)
 
     def backward(self, task: Task, queue: Queue, context: StepContext) -> None:
-        """Repeat a pack's forward and go back through it; add to its gradient, write the gradient of its input."""
+        """Repeat a pack's forward, unless it was recorded, and go back through it; add to its gradient, write the
+        gradient of its input."""
         roles, gpu = self._roles[task.id], _gpu(task)
         chance = self._chance(roles, gpu, context)
         first_time = roles.layers[-1] not in self._run_forward
@@ -131,13 +143,18 @@ class Calculations:
                 self._places.block(roles.gradient).bytes.zero_()
             if roles.incoming is None and roles.layers[-1] != self._loss_layer:
                 return  # what comes out has no gradient
-            inputs = [self._tensor(number) for number in roles.inputs]
             incoming = self._share(roles) if roles.incoming is None else self._tensor(roles.incoming)
-            gradient, loss = self._gpu_models[gpu].backward(
-                roles.layers, inputs, incoming, self._layer_tensors(roles), chance, first_time=first_time
-            )
-            if loss is not None and first_time:
-                self._record_loss(roles, loss, context)
+            tensors = self._layer_tensors(roles)
+            if not task.recompute:
+                recording = context.recordings.pop((roles.layers, roles.samples))
+                gradient = recording.backward(self._memory(roles), incoming, _gradients(tensors))
+            else:
+                inputs = [self._tensor(number) for number in roles.inputs]
+                gradient, loss = self._gpu_models[gpu].backward(
+                    roles.layers, inputs, incoming, tensors, chance, first_time=first_time
+                )
+                if loss is not None and first_time:
+                    self._record_loss(roles, loss, context)
             if roles.outgoing is not None:
                 target = self._tensor(roles.outgoing)
                 target.zero_() if gradient is None else target.copy_(gradient)
@@ -268,6 +285,16 @@ class Calculations:
             )
         return typed(self._places.block(number).bytes, x.dtype, x.shape)
 
+    def _memory(self, roles: _Roles) -> Memory:
+        """Where a task's buffers are now, for what autograd saves."""
+        regions = {
+            Region.WEIGHTS: roles.weights,
+            Region.BUFFERS: roles.buffers,
+            Region.SAVED: roles.saved,
+            **dict(zip((Region.INPUT, Region.LABELS), roles.inputs, strict=False)),
+        }
+        return {region: self._places.block(number).bytes for region, number in regions.items() if number is not None}
+
     def _layer_tensors(self, roles: _Roles) -> dict[int, LayerTensors]:
         return {
             layer: LayerTensors(
@@ -300,12 +327,12 @@ class Calculations:
         assert samples is not None
         outputs: dict[int, list[int]] = {}
         for number in task.writes:
-            if self._buffers[number].kind in _OUTPUTS:
+            if self._buffers[number].kind in _OUTPUTS and not self._buffers[number].is_saved:
                 outputs.setdefault(self._buffers[number].layer_first, []).append(number)
 
         def find(numbers: Sequence[int], kinds: Sequence[TensorKind], layer: int | None = None) -> int | None:
             """The first buffer of one of these kinds (of x or g of this layer)."""
-            of_kind = [number for number in numbers if self._buffers[number].kind in kinds]
+            of_kind = [n for n in numbers if self._buffers[n].kind in kinds and not self._buffers[n].is_saved]
             return next((n for n in of_kind if layer is None or self._buffers[n].layer_first == layer), None)
 
         inputs = [find(task.reads, _INPUTS, layers[0])]
@@ -319,6 +346,7 @@ class Calculations:
             gradient=find(task.writes, (TensorKind.GRADIENT,)),
             outgoing=find(task.writes, (TensorKind.ACTIVATION_GRADIENT,), layers[0]),
             outputs=outputs,
+            saved=next((number for number in (*task.reads, *task.writes) if self._buffers[number].is_saved), None),
             workspace_bytes=sum(
                 self._buffers[n].bytes for n in task.writes if self._buffers[n].kind is TensorKind.WORKSPACE
             ),
@@ -330,6 +358,10 @@ class Calculations:
 def _gpu(task: Task) -> int:
     assert task.gpu is not None
     return task.gpu
+
+
+def _gradients(tensors: Mapping[int, LayerTensors]) -> dict[tuple[int, str], Tensor]:
+    return {(layer, name): each for layer, own in tensors.items() for name, each in own.gradients.items()}
 
 
 def _layers(task: Task) -> range:

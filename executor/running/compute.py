@@ -2,7 +2,7 @@
 
 Each GPU has a skeleton of every layer's module, without memory. For a call the layer's tensors on the GPU are bound to
 it, and unbound afterwards. A graph of autograd lives only inside one backward task, while all that it saved of the
-GPU's buffers is held there.
+GPU's buffers is held there; or it is a :class:`~executor.running.recording.Recording`, which holds no memory.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from hashlib import blake2b
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from ..errors import ModelError
 from ..models.layers import LayerModel, LayerSpec
+from .recording import Memory, Recording, SavedTensors, add_gradients
 
 
 @dataclass(frozen=True)
@@ -74,19 +75,49 @@ class GpuModel:
         tensors: Mapping[int, LayerTensors],
         chance: Chance,
         emit: Callable[[int, Tensor], None],
-        *,
-        first_time: bool = True,
     ) -> None:
         """Run layers without recording. ``emit(l, x)`` is called with every x(l) that comes out, the loss included.
 
-        ``inputs`` are x of the first layer and, if the last one is the loss, the labels. Only when it is the
-        ``first_time`` that these samples pass the layers do module buffers change.
+        ``inputs`` are x of the first layer and, if the last one is the loss, the labels.
         """
         with torch.no_grad(), untouched(chance.generator):
             x = self._own_input(layers[0], inputs[0])
             for layer in layers:
-                x = self._call(layer, (x, *self._labels(layer, inputs)), tensors, chance, keep_buffers=first_time)
+                x = self._call(layer, (x, *self._labels(layer, inputs)), tensors, chance, keep_buffers=True)
                 emit(layer + 1, x)
+
+    def record(
+        self,
+        layers: range,
+        inputs: Sequence[Tensor],
+        tensors: Mapping[int, LayerTensors],
+        chance: Chance,
+        emit: Callable[[int, Tensor], None],
+        memory: Memory,
+    ) -> Recording:
+        """Run layers with recording, as :meth:`forward` does without; what autograd saves goes into ``memory``."""
+        x = _leaf(inputs[0])
+        saved = SavedTensors(memory)
+        with torch.enable_grad(), saved.hooks(), untouched(chance.generator):
+            y = self._own_input(layers[0], x)
+            for layer in layers:
+                y = self._call(layer, (y, *self._labels(layer, inputs)), tensors, chance, keep_buffers=True)
+                emit(layer + 1, y.detach())
+        leaves = {(layer, name): weight for layer in layers for name, weight in tensors[layer].weights.items()}
+        return Recording(saved, x, y, leaves)
+
+    def saves_output(self, layer: int, inputs: Sequence[Tensor], tensors: LayerTensors, chance: Chance) -> bool:
+        """Whether autograd keeps a layer's output for its backward."""
+        kept: list[Tensor] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            kept.append(tensor)
+            return tensor
+
+        with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor), untouched(chance.generator):
+            x = self._own_input(layer, _leaf(inputs[0]))
+            y = self._call(layer, (x, *self._labels(layer, inputs)), {layer: tensors}, chance, keep_buffers=False)
+        return any(tensor.untyped_storage()._cdata == y.untyped_storage()._cdata for tensor in kept)
 
     def backward(
         self,
@@ -104,9 +135,7 @@ class GpuModel:
         it is the ``first_time`` that these samples pass the layers do module buffers change. Returns the gradient of
         x (None if x takes no part, or is of a dtype without gradients) and the loss (None if the last layer is not).
         """
-        x = inputs[0].data  # a leaf of its own
-        if x.is_floating_point() or x.is_complex():
-            x.requires_grad_()
+        x = _leaf(inputs[0])
         with torch.enable_grad(), untouched(chance.generator):
             y = self._own_input(layers[0], x)
             for layer in layers:
@@ -120,17 +149,12 @@ class GpuModel:
         # The output must not outlive its use in backward, so nothing here may hold it.
         edge = get_gradient_edge(y)
         del y
-        leaves = []
-        for layer in layers:
-            for name, gradient in tensors[layer].gradients.items():
-                leaf = tensors[layer].weights[name]
-                leaf.grad = gradient
-                leaves.append(leaf)
-        try:
-            torch.autograd.backward((edge,), (output_gradient,))
-        finally:
-            for leaf in leaves:
-                leaf.grad = None
+        leaves = [
+            (tensors[layer].weights[name], gradient)
+            for layer in layers
+            for name, gradient in tensors[layer].gradients.items()
+        ]
+        add_gradients(edge, output_gradient, leaves)
         return x.grad, loss
 
     def _labels(self, layer: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -171,7 +195,9 @@ class _Skeleton:
         Raises ModelError if it changes buffers though its class is not known to, or returns anything but a tensor.
         """
         changes = self._layer.changes_buffers
-        buffers = {name: buffer.clone() for name, buffer in tensors.buffers.items()} if changes else tensors.buffers
+        buffers = tensors.buffers
+        if changes and not keep_buffers:
+            buffers = {name: buffer.clone() for name, buffer in buffers.items()}
         versions = {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}
         try:
             _bind(self._weights, tensors.weights)
@@ -184,7 +210,8 @@ class _Skeleton:
         if changes and keep_buffers:
             with torch.no_grad():
                 for name, buffer in after.items():
-                    tensors.buffers[name].copy_(buffer)
+                    if buffer is not tensors.buffers[name]:
+                        tensors.buffers[name].copy_(buffer)
         if not changes and versions != {name: (id(buffer), buffer._version) for name, buffer in after.items()}:
             raise ModelError(
                 f"layer {self._layer.name} ({self._layer.kind}) changes its buffers, which only normalisation layers "
@@ -193,6 +220,12 @@ class _Skeleton:
         if not isinstance(output, Tensor):
             raise ModelError(f"layer {self._layer.name} returned {type(output).__name__}; it must return one tensor")
         return output
+
+
+def _leaf(x: Tensor) -> Tensor:
+    """A leaf of autograd with the same memory."""
+    leaf = x.data
+    return leaf.requires_grad_() if leaf.is_floating_point() or leaf.is_complex() else leaf
 
 
 _Place = tuple[dict[str, Tensor], str]

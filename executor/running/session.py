@@ -11,7 +11,7 @@ from sim.schedule import Schedule, Task, TaskKind, TensorKind
 from sim.timelines.replay import MemoryChange, StepTimes
 
 from ..devices.facade import Devices, Overruns, Queue
-from ..errors import CannotRun, DeviceError, DifferentModel
+from ..errors import DeviceError, DifferentModel
 from ..models.layers import LayerModel
 from .calculations import Calculations, StepContext
 from .lanes import LaneRunner, Walked
@@ -33,10 +33,9 @@ class Session:
     """Trains ``model`` with ``optimizer`` as ``schedule`` says, on ``devices``.
 
     The model's parameters and buffers move into the host store and stay its own: after every step they are current, and
-    so is the optimizer's state. ``seed`` is where dropout and the like draw from. Raises CannotRun if the schedule does
-    without recompute, DifferentModel if it was made for another model or optimizer, DeviceError if there are too few
-    devices, OptimizerError if the optimizer cannot update packs one by one, ModelError if the model is not in host
-    memory.
+    so is the optimizer's state. ``seed`` is where dropout and the like draw from. Raises DifferentModel if the schedule
+    was made for another model or optimizer, DeviceError if there are too few devices, OptimizerError if the optimizer
+    cannot update packs one by one, ModelError if the model is not in host memory.
     """
 
     def __init__(
@@ -44,7 +43,6 @@ class Session:
     ) -> None:
         self.schedule = schedule
         self._devices = devices
-        _check_recompute(schedule)
         _check_size(schedule, model, devices)
         pack_optimizer = PackOptimizer(optimizer)
         layout = layouts(model, _moving_state(schedule, model, pack_optimizer))
@@ -82,7 +80,7 @@ class Session:
     def _perform(self, task: Task, queue: Queue, context: StepContext) -> int:
         """Carry out a task; returns the bytes it copied."""
         match task.kind:
-            case TaskKind.FORWARD | TaskKind.RECOMPUTE:
+            case TaskKind.FORWARD:
                 self._calculations.forward(task, queue, context)
             case TaskKind.BACKWARD:
                 self._calculations.backward(task, queue, context)
@@ -123,14 +121,6 @@ def _moving_state(schedule: Schedule, model: LayerModel, optimizer: PackOptimize
         return {}
     owned = [named.tensor for layer in range(len(model)) for named in model.owned(layer).values()]
     return {id(parameter): optimizer.state_entries(parameter) for parameter in owned}
-
-
-def _check_recompute(schedule: Schedule) -> None:
-    if not all(task.recompute for task in schedule.copies(TaskKind.BACKWARD)):
-        raise CannotRun(
-            "the schedule keeps what autograd saved from forward to backward (--no-recompute), which can be simulated "
-            "but not run; plan again with --recompute"
-        )
 
 
 def _check_size(schedule: Schedule, model: LayerModel, devices: Devices) -> None:

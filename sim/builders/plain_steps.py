@@ -81,7 +81,6 @@ class PlainSteps:
         weight, gradient = self._weight(layer), self._gradient(layer)
         self._backwards[layer] += 1
         is_first, is_last = self._backwards[layer] == 1, self._backwards[layer] == len(self._microbatches)
-        workspace = self._costs.backward_workspace_bytes(layer, layer, u)
         lends = is_last and self._owner_is_elsewhere(layer)
         return PagedStep(
             kind=TaskKind.BACKWARD,
@@ -100,7 +99,9 @@ class PlainSteps:
             signals=(Event("gradient", layer),) if lends else (),
             completes=gradient if is_last and gradient.bytes and self._has_whole_model else None,
             recompute=self._recompute,
-            workspace_bytes=workspace if self._recompute else workspace - self._costs.saved_bytes(layer, layer, u),
+            workspace_bytes=self._costs.backward_workspace_bytes(layer, layer, u)
+            if self._recompute
+            else self._costs.unrecomputed_workspace_bytes(layer, u),
         )
 
     def update(self, layer: int) -> PagedStep:

@@ -61,7 +61,7 @@ class CostDurations:
         costs, first, last = self._costs, task.layer_first, task.layer_last
         speed = self._host_speed if task.gpu is None else self._speeds[task.gpu]
         match task.kind:
-            case TaskKind.FORWARD | TaskKind.RECOMPUTE:
+            case TaskKind.FORWARD:
                 duration = costs.forward_ns(first, last, task.batch_size)
             case TaskKind.BACKWARD:
                 duration = costs.backward_ns(first, last, task.batch_size) + recompute_ns(task, costs)
@@ -95,7 +95,7 @@ def used_durations(tasks: Iterable[Task]) -> set[tuple[Phase, int]]:
     used: set[tuple[Phase, int]] = set()
     for task in tasks:
         match task.kind:
-            case TaskKind.FORWARD | TaskKind.RECOMPUTE:
+            case TaskKind.FORWARD:
                 used.add((Phase.FORWARD, task.batch_size))
             case TaskKind.BACKWARD:
                 used |= {(Phase.FORWARD, task.batch_size), (Phase.BACKWARD, task.batch_size)}
@@ -148,7 +148,7 @@ class Demands:
         match task.kind:
             case TaskKind.UPDATE if task.gpu is None:
                 return self._in_host(self._durations.compute_ns(task), self._durations.host_bytes(task))
-            case TaskKind.FORWARD | TaskKind.BACKWARD | TaskKind.RECOMPUTE | TaskKind.UPDATE:
+            case TaskKind.FORWARD | TaskKind.BACKWARD | TaskKind.UPDATE:
                 return Demand(self._durations.compute_ns(task), ())
             case TaskKind.SWAP_IN | TaskKind.SWAP_OUT | TaskKind.P2P:
                 route = self._route(task)

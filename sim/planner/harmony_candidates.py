@@ -176,14 +176,7 @@ class _Enumeration:
         for update in self._updates():
             cuts = [(u, packs) for u in sizes for packs in self._backward_cuts(u, update)]
             orders = self._space.gpu_order or (None,)
-            choices = product(
-                [update],
-                self._reduces(),
-                self._space.prefetch,
-                self._slots(),
-                orders,
-                self._space.stash or (StashPlace.SWAP,),
-            )
+            choices = product([update], self._reduces(), self._space.prefetch, self._slots(), orders, self._space.stash)
             for options in map(_Options._make, choices):
                 halves = self._halves(options)
                 for u, packs in cuts:

@@ -35,7 +35,7 @@ class Space:
     reduce: tuple[Reduce, ...] = (Reduce.RING,)
     slots: tuple[int | None, ...] | None = None
     prefetch: tuple[bool, ...] = (True,)
-    stash: tuple[StashPlace | tuple[StashPlace, ...], ...] | None = None
+    stash: tuple[StashPlace | tuple[StashPlace, ...], ...] = (StashPlace.SWAP,)
     gpu_order: tuple[tuple[int, ...] | None, ...] | None = None
     residency: tuple[Residency, ...] = (Residency.LRU,)
     writeback: tuple[Writeback, ...] = (Writeback.ALWAYS, Writeback.DROP)

@@ -16,7 +16,7 @@ from traces.costs import Costs
 from ..errors import PlanError
 from ..hardware.machine import Machine
 from ..hardware.switches import cross_order
-from ..plan import HarmonyPlan, Plan, StashPlace, fields_of
+from ..plan import HarmonyPlan, Plan, fields_of
 from .space import Space
 
 _Values = Callable[[HarmonyPlan, Costs, Machine], Iterable[Any]]
@@ -29,18 +29,7 @@ def _gpu_orders(plan: HarmonyPlan, costs: Costs, machine: Machine) -> list[tuple
     return [None] if list(crossing) == sorted(crossing) else [None, crossing]
 
 
-def _stashes(plan: HarmonyPlan, costs: Costs, machine: Machine) -> list[StashPlace | tuple[StashPlace, ...]]:
-    """All in one place; or on GPUs only those of the last half, quarter, … of the packs, which wait the least."""
-    count = len(plan.stash_places)
-    partly: list[StashPlace | tuple[StashPlace, ...]] = []
-    kept = count // 2
-    while kept:
-        partly.append((StashPlace.SWAP,) * (count - kept) + (StashPlace.KEEP,) * kept)
-        kept //= 2
-    return [*StashPlace, *partly] if count else []
-
-
-_VARIED: Mapping[str, _Values] = {"gpu_order": _gpu_orders, "stash": _stashes}
+_VARIED: Mapping[str, _Values] = {"gpu_order": _gpu_orders}
 """By field, in the order in which they are tried."""
 
 

@@ -14,7 +14,7 @@ from .replay import StepTimes
 
 
 class Cause(Enum):
-    """What time on the critical path is spent on. ``RECOMPUTE`` are repeated forwards, those in backwards included."""
+    """What time on the critical path is spent on. ``RECOMPUTE`` is a backward's repeated forward."""
 
     COMPUTE = "compute"
     RECOMPUTE = "recompute"
@@ -30,7 +30,6 @@ class Cause(Enum):
 _CAUSES = {
     TaskKind.FORWARD: Cause.COMPUTE,
     TaskKind.BACKWARD: Cause.COMPUTE,
-    TaskKind.RECOMPUTE: Cause.RECOMPUTE,
     TaskKind.UPDATE: Cause.UPDATE,
     TaskKind.REDUCE: Cause.REDUCE,
     TaskKind.ALLREDUCE: Cause.ALLREDUCE,

@@ -1,6 +1,6 @@
 """One colour per task kind and per tensor kind, the same in every picture; told apart by colour-blind eyes too.
 
-Task kinds use the palette of Okabe and Ito (2008) and grey, tensor kinds Paul Tol's "muted" scheme.
+Task kinds use the palette of Okabe and Ito (2008), tensor kinds Paul Tol's "muted" scheme.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from ..schedule import TaskKind, TensorKind
 TASK_COLOURS: dict[TaskKind, str] = {
     TaskKind.FORWARD: "#56B4E9",
     TaskKind.BACKWARD: "#0072B2",
-    TaskKind.RECOMPUTE: "#999999",
     TaskKind.UPDATE: "#009E73",
     TaskKind.REDUCE: "#000000",
     TaskKind.ALLREDUCE: "#F0E442",

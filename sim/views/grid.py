@@ -18,7 +18,6 @@ from ..timelines.replay import replay_times
 _LETTERS = {
     TaskKind.FORWARD: "F",
     TaskKind.BACKWARD: "B",
-    TaskKind.RECOMPUTE: "f",
     TaskKind.UPDATE: "U",
     TaskKind.REDUCE: "R",
     TaskKind.ALLREDUCE: "A",
@@ -36,9 +35,8 @@ _TENSORS = {
 }
 _EMPTY = "."
 LEGEND = (
-    "F forward, B backward, f forward repeated, U update, R reduce, A all-reduce; copies: w weight, b buffer,\n"
-    "dw gradient, k optimizer state, s stash, x activation, g activation gradient, d data; then layers, .microbatch,\n"
-    ">to or <from"
+    "F forward, B backward, U update, R reduce, A all-reduce; copies: w weight, b buffer, dw gradient,\n"
+    "k optimizer state, s stash, x activation, g activation gradient, d data; then layers, .microbatch, >to or <from"
 )
 
 

@@ -89,6 +89,7 @@ class TestSizes:
                 saved_bytes=x1,
                 workspace_bytes=(x1 + x0 + 4 * (4 * 3 + 3)) - x1,
                 forward_workspace_bytes=x1,
+                unrecomputed_workspace_bytes=x0 + 4 * (4 * 3 + 3),
             )
             # ReLU saves its output, and in backward there are two gradients beside it.
             assert sizes[1, u] == SizeRow(
@@ -100,6 +101,7 @@ class TestSizes:
                 saved_bytes=x1,
                 workspace_bytes=2 * x1,
                 forward_workspace_bytes=x1,
+                unrecomputed_workspace_bytes=x1,
             )
             # The loss is one number; its gradient, and then that of the logits, take its place.
             assert sizes[3, u] == SizeRow(
@@ -111,6 +113,7 @@ class TestSizes:
                 saved_bytes=4,
                 workspace_bytes=x3,
                 forward_workspace_bytes=4,
+                unrecomputed_workspace_bytes=x3,
             )
 
     def test_integer_inputs_have_no_gradient(self):

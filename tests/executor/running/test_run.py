@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from executor.devices.emulated import EmulatedDevices, EmulatedQueue
 from executor.devices.facade import DeviceKind, Queue
-from executor.errors import CannotRun, DeviceError, DifferentModel, OutOfArena, TaskFailed, WorkspaceOverrun
+from executor.errors import DeviceError, DifferentModel, OutOfArena, TaskFailed, WorkspaceOverrun
 from executor.models.layers import decompose
 from executor.models.workloads import Workload
 from executor.running.lanes import lane_name
@@ -298,12 +298,6 @@ class TestMemory:
         with pytest.raises(DoesNotFit) as refused:
             run_chain(schedule, machine=msgspec.structs.replace(machine, host=host))
         assert (refused.value.needed, refused.value.gpu) == (needed, None)
-
-
-@pytest.mark.parametrize("policy", [policy for policy in Policy if policy.is_paged])
-def test_schedules_without_recompute_are_for_the_simulator_alone(policy: Policy) -> None:
-    with pytest.raises(CannotRun, match="plan again with --recompute"):
-        run_chain(schedule_of(paged(policy, 2, 2, recompute=False)))
 
 
 class TestAnotherModel:

@@ -86,7 +86,7 @@ def test_a_backward_that_does_not_recompute_needs_no_room_for_what_was_saved():
         with_room, without = (
             find(steps(recompute=each), TaskKind.BACKWARD, layer)[0].workspace_bytes for each in (True, False)
         )
-        assert with_room - without == costs.saved_bytes(layer, layer, 2)
+        assert with_room - without == costs.remainder_bytes(layer, 2)
 
 
 def test_a_gradient_is_created_by_the_first_backward_and_complete_with_the_last():
