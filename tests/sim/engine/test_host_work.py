@@ -109,7 +109,8 @@ def test_updates_one_after_the_other_do_not_slow_each_other() -> None:
     dram=st.integers(1, 16),
 )
 def test_equal_updates_together(count: int, threads: int, cores: int, rate: int, dram: int) -> None:
-    """Each lasts 720720 ns (which 1 … 16 divide), times the cores that all want over those that there are, or the same of DRAM."""
+    """Each lasts 720720 ns (which 1 … 16 divide), times the share by which all together want too many cores, or too
+    much of DRAM."""
     duration = 720_720
     wanted = max(count * min(threads, cores) / cores, count * min(rate, dram) / dram, 1)
     ends = side_by_side(host(cores=cores, dram=dram), [(duration, duration * rate)] * count, threads)
