@@ -18,6 +18,7 @@ from functools import cached_property
 
 import msgspec
 
+from .errors import ScheduleError
 from .plan import Plan
 
 FORMAT = "harmony-schedule"
@@ -207,6 +208,18 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 latest[key] = task.id
             result.append(tuple(sorted(before)))
         return tuple(result)
+
+    @cached_property
+    def successors(self) -> tuple[tuple[int, ...], ...]:
+        """For each task, those that it is a predecessor of. Raises ScheduleError if one waits for no task."""
+        result: list[list[int]] = [[] for _ in self.tasks]
+        for task, before in zip(self.tasks, self.predecessors, strict=True):
+            if before and not 0 <= before[0] <= before[-1] < len(result):
+                wrong = next(number for number in before if not 0 <= number < len(result))
+                raise ScheduleError((f"{task} waits for task {wrong}; there are tasks 0-{len(result) - 1}",))
+            for number in before:
+                result[number].append(task.id)
+        return tuple(map(tuple, result))
 
     def copies(self, *kinds: TaskKind) -> Iterator[Task]:
         """The tasks of these kinds, in order."""

@@ -7,12 +7,15 @@ shorter than the busiest lane.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from traces.costs import Costs
 
 from ..hardware.machine import Machine
 from ..schedule import Schedule
 from ..timelines.replay import replay_times
-from .durations import CostDurations, Demands, floor_ns
+from .durations import CostDurations, Demand, Demands, floor_ns
 
 
 def lower_bound_ns(schedule: Schedule, costs: Costs, machine: Machine) -> int:
@@ -28,17 +31,26 @@ def bound_ns(schedule: Schedule, demands: Demands) -> int:
 
 def longest_path_ns(schedule: Schedule, demands: Demands) -> int:
     """The longest chain of tasks that wait for each other, lane order included, when nothing is shared (ns)."""
-    return replay_times(schedule, [demands.uncontended_ns(task) for task in schedule.tasks]).duration_ns
+    each = demands.of_all(schedule.tasks)
+    lasting = {id(demand): demands.uncontended_ns(demand) for demand in _different(each)}
+    return replay_times(schedule, [lasting[id(demand)] for demand in each]).duration_ns
 
 
 def resource_ns(schedule: Schedule, demands: Demands) -> dict[str, int]:
     """For each resource of the fabric, how long it needs at full capacity for all bytes that must pass it (ns)."""
+    each = demands.of_all(schedule.tasks)
+    times_asked = Counter(map(id, each))
     load = [0.0] * len(demands.fabric.resources)
-    for task in schedule.tasks:
-        for route, size in demands.of(task).flows:
+    for demand in _different(each):
+        for route, size in demand.flows:
             for resource, times in route.loads:
-                load[resource] += times * size
+                load[resource] += times * size * times_asked[id(demand)]
     return {
         resource.name: floor_ns(size / resource.capacity)
         for resource, size in zip(demands.fabric.resources, load, strict=True)
     }
+
+
+def _different(demands: Iterable[Demand]) -> Iterable[Demand]:
+    """Each once; equal copies have one object."""
+    return {id(demand): demand for demand in demands}.values()

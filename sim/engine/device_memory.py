@@ -2,67 +2,102 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
 
 from ..errors import ScheduleError
-from ..schedule import Buffer, Schedule, Task
+from ..schedule import Schedule
 
 
-class DeviceMemory:
-    """What every GPU and the host hold. Raises ScheduleError, naming task, buffer and bytes, if the plan is broken."""
+def check_memory(schedule: Schedule, start_ns: Sequence[int], end_ns: Sequence[int], order: Sequence[int]) -> None:
+    """Replay what tasks allocate when they start and free when they end.
 
-    def __init__(self, schedule: Schedule) -> None:
-        plan = schedule.memory
-        self._buffers = schedule.buffers
-        self._promised: dict[int | None, int] = {None: plan.host_peak_bytes, **dict(enumerate(plan.gpu_peak_bytes))}
-        self._held: dict[int | None, int] = {**dict.fromkeys(self._promised, 0), None: plan.host_store_bytes}
-        self._live: set[int] = set()
-        # Placed buffers in use, as (start, end, id), disjoint and sorted.
-        self._placed: dict[int | None, list[tuple[int, int, int]]] = {gpu: [] for gpu in self._promised}
-
-    def allocate(self, task: Task) -> None:
-        """Take what ``task`` allocates when it starts."""
-        for number in task.allocates:
-            buffer = self._buffers[number]
-            if number in self._live:
-                raise _broken(task, "allocates", buffer, "which is allocated already")
-            self._live.add(number)
-            self._held[buffer.gpu] += buffer.bytes
-            if self._held[buffer.gpu] > self._promised[buffer.gpu]:
-                where = f"{self._held[buffer.gpu]} B are held then, {self._promised[buffer.gpu]} B are planned"
-                raise _broken(task, "allocates", buffer, where)
-            if buffer.offset is not None and buffer.bytes:
-                self._place(task, buffer, buffer.offset)
-
-    def free(self, task: Task) -> None:
-        """Give back what ``task`` frees when it ends."""
-        for number in task.frees:
-            buffer = self._buffers[number]
-            if number not in self._live:
-                raise _broken(task, "frees", buffer, "which is not allocated")
-            self._live.remove(number)
-            self._held[buffer.gpu] -= buffer.bytes
-            if buffer.offset is not None and buffer.bytes:
-                placed = self._placed[buffer.gpu]
-                del placed[bisect_left(placed, (buffer.offset, buffer.offset + buffer.bytes, number))]
-
-    def check_empty(self) -> None:
-        """At the end of a step nothing may be left."""
-        if self._live:
-            left = ", ".join(str(self._buffers[number]) for number in sorted(self._live))
-            raise ScheduleError((f"never freed: {left}",))
-
-    def _place(self, task: Task, buffer: Buffer, offset: int) -> None:
-        placed = self._placed[buffer.gpu]
-        end = offset + buffer.bytes
-        if end > self._promised[buffer.gpu]:
-            raise _broken(task, "allocates", buffer, f"which ends beyond the {self._promised[buffer.gpu]} B planned")
-        at = bisect_left(placed, (offset, end, buffer.id))
-        for start, stop, other in placed[max(0, at - 1) : at + 1]:
-            if start < end and offset < stop:
-                raise _broken(task, "allocates", buffer, f"over {self._buffers[other]}, which is in use")
-        insort(placed, (offset, end, buffer.id))
+    ``order`` has all tasks, each after those that it waits for; what happens at one time, happens in that order.
+    Raises ScheduleError, naming task, buffer and bytes, for a buffer that is allocated twice or freed when it is not
+    there, for more bytes than planned, a place beyond the plan or in use, and for buffers left at the end.
+    """
+    changes = _Changes(schedule, start_ns, end_ns, order)
+    changes.check_lives()
+    changes.check_totals()
+    changes.check_places()
 
 
-def _broken(task: Task, verb: str, buffer: Buffer, why: str) -> ScheduleError:
-    return ScheduleError((f"{task} {verb} {buffer}, {why}",))
+class _Changes:
+    """Every allocation and free of a step, in the order in which they happen: one entry of each array."""
+
+    def __init__(
+        self, schedule: Schedule, start_ns: Sequence[int], end_ns: Sequence[int], order: Sequence[int]
+    ) -> None:
+        self._schedule, tasks = schedule, schedule.tasks
+        allocated = [buffer for task in tasks for buffer in task.allocates]
+        freed = [buffer for task in tasks for buffer in task.frees]
+        task = np.repeat(
+            np.tile(np.arange(len(tasks)), 2),
+            [len(task.allocates) for task in tasks] + [len(task.frees) for task in tasks],
+        )
+        frees = np.arange(len(task)) >= len(allocated)
+        # Floats, as times may be beyond any integer of fixed size; rounding keeps their order, and ties follow `order`.
+        times = np.where(frees, np.array(end_ns, float)[task], np.array(start_ns, float)[task])
+        place = np.empty(len(tasks), int)
+        place[order] = np.arange(len(tasks))
+        by_time = np.lexsort((2 * place[task] + frees, times))
+        self._tasks, self._frees = task[by_time], frees[by_time]
+        self._buffers = np.array(allocated + freed, int)[by_time]
+
+    def check_lives(self) -> None:
+        """Each buffer is allocated, freed, and perhaps so again."""
+        by_buffer = np.argsort(self._buffers, kind="stable")
+        buffers, frees = self._buffers[by_buffer], self._frees[by_buffer]
+        other = buffers[1:] != buffers[:-1]
+        was_free = np.concatenate([[True], other | frees[:-1]])[: len(buffers)]
+        wrong = by_buffer[frees == was_free]
+        if len(wrong):
+            at = wrong.min()
+            raise self._broken(at, "which is not allocated" if self._frees[at] else "which is allocated already")
+        left = buffers[~frees & np.concatenate([other, [True]])[: len(buffers)]]
+        if len(left):
+            names = ", ".join(str(self._schedule.buffers[number]) for number in left)
+            raise ScheduleError((f"never freed: {names}",))
+
+    def check_totals(self) -> None:
+        """No device, nor the host, holds more bytes than planned."""
+        plan, buffers = self._schedule.memory, self._schedule.buffers
+        device = np.array([-1 if buffer.gpu is None else buffer.gpu for buffer in buffers], int)[self._buffers]
+        change = np.array([buffer.bytes for buffer in buffers], int)[self._buffers] * np.where(self._frees, -1, 1)
+        for gpu, promised in [(-1, plan.host_peak_bytes), *enumerate(plan.gpu_peak_bytes)]:
+            here = np.flatnonzero(device == gpu)
+            held = np.cumsum(change[here]) + (plan.host_store_bytes if gpu == -1 else 0)
+            beyond = here[(held > promised) & ~self._frees[here]]
+            if len(beyond):
+                at = beyond[0]
+                most = held[np.searchsorted(here, at)]
+                raise self._broken(at, f"{most} B are held then, {promised} B are planned")
+
+    def check_places(self) -> None:
+        """Buffers with a place lie within the plan, and over no other that is in use."""
+        buffers, promised = self._schedule.buffers, self._schedule.memory.gpu_peak_bytes
+        # Of each GPU the places in use, as (start, end, buffer): disjoint and sorted.
+        in_use: list[list[tuple[int, int, int]]] = [[] for _ in promised]
+        placed = np.array([buffer.offset is not None and buffer.bytes > 0 for buffer in buffers], bool)
+        for at in np.flatnonzero(placed[self._buffers]).tolist():
+            number = int(self._buffers[at])
+            buffer = buffers[number]
+            assert buffer.gpu is not None
+            assert buffer.offset is not None
+            places, entry = in_use[buffer.gpu], (buffer.offset, buffer.offset + buffer.bytes, number)
+            index = bisect_left(places, entry)
+            if self._frees[at]:
+                del places[index]
+                continue
+            if entry[1] > promised[buffer.gpu]:
+                raise self._broken(at, f"which ends beyond the {promised[buffer.gpu]} B planned")
+            for start, stop, other in places[max(0, index - 1) : index + 1]:
+                if start < entry[1] and entry[0] < stop:
+                    raise self._broken(at, f"over {buffers[other]}, which is in use")
+            places.insert(index, entry)
+
+    def _broken(self, at: int, why: str) -> ScheduleError:
+        task, buffer = self._schedule.tasks[self._tasks[at]], self._schedule.buffers[self._buffers[at]]
+        return ScheduleError((f"{task} {'frees' if self._frees[at] else 'allocates'} {buffer}, {why}",))

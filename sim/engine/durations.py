@@ -134,8 +134,12 @@ class Demands:
         self.fabric, self.sharing = Fabric(machine), machine.sharing
         self._durations = durations
         self._host, self._ring = machine.host, self.fabric.ring(gpus)
-        self._routes: dict[tuple[TaskKind, int | None, int | None], Route] = {}
         self._known: dict[int, Demand] = {}
+        self._copies: dict[tuple[int | None, int | None, int, bool], Demand] = {}
+
+    def of_all(self, tasks: Iterable[Task]) -> list[Demand]:
+        """What each of them takes. Copies over one route, of the same size, have the same object."""
+        return [self.of(task) for task in tasks]
 
     def of(self, task: Task) -> Demand:
         """What this task takes."""
@@ -146,19 +150,26 @@ class Demands:
 
     def _work_out(self, task: Task) -> Demand:
         match task.kind:
+            case TaskKind.SWAP_IN | TaskKind.SWAP_OUT | TaskKind.P2P:
+                return self._copy(task)
             case TaskKind.UPDATE if task.gpu is None:
                 return self._in_host(self._durations.compute_ns(task), self._durations.host_bytes(task))
             case TaskKind.FORWARD | TaskKind.BACKWARD | TaskKind.UPDATE:
                 return Demand(self._durations.compute_ns(task), ())
-            case TaskKind.SWAP_IN | TaskKind.SWAP_OUT | TaskKind.P2P:
-                route = self._route(task)
-                return Demand(route.delay_ns, (Flow(route, task.bytes),))
             case TaskKind.ALLREDUCE:
                 delay_ns = max((edge.delay_ns for edge in self._ring), default=0)
                 return Demand(delay_ns, tuple(Flow(edge, task.bytes / len(self._ring)) for edge in self._ring))
             case TaskKind.REDUCE:
                 size = self._durations.host_bytes(task)
                 return self._in_host(size / self._host.dram_bandwidth * NS_PER_S, size)
+
+    def _copy(self, task: Task) -> Demand:
+        key = (task.gpu, task.peer, task.bytes, task.kind is TaskKind.SWAP_IN)
+        demand = self._copies.get(key)
+        if demand is None:
+            route = self._find_route(task)
+            demand = self._copies[key] = Demand(route.delay_ns, (Flow(route, task.bytes),))
+        return demand
 
     def _in_host(self, alone_ns: float, size: int) -> Demand:
         """Work in the host that takes ``alone_ns`` when it is alone."""
@@ -173,18 +184,10 @@ class Demands:
             flows.append(Flow(self.fabric.host_memory(moved / alone_ns * NS_PER_S), moved))
         return Demand(0, tuple(flows)) if flows else Demand(round(alone_ns), ())
 
-    def uncontended_ns(self, task: Task) -> int:
-        """The least time in which this task can end: as if its flows were alone, rounded down."""
-        demand = self.of(task)
+    def uncontended_ns(self, demand: Demand) -> int:
+        """The least time in which it is done: as if its flows were alone, rounded down."""
         seconds = [size / self.fabric.uncontended_rate(route, size) for route, size in demand.flows]
         return demand.delay_ns + floor_ns(max(seconds, default=0.0))
-
-    def _route(self, task: Task) -> Route:
-        key = (task.kind, task.gpu, task.peer)
-        route = self._routes.get(key)
-        if route is None:
-            route = self._routes[key] = self._find_route(task)
-        return route
 
     def _find_route(self, task: Task) -> Route:
         match task.kind, task.gpu, task.peer:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..units import NS_PER_S
 
@@ -126,7 +126,7 @@ class Fluid:
     def __init__(self, capacities: Sequence[float]) -> None:
         if not all(capacity > 0 for capacity in capacities):
             raise ValueError(f"capacities must be positive, got {list(capacities)}")
-        self.finished: dict[Hashable, float] = {}
+        self.finished: dict[Any, float] = {}
         self._capacities = tuple(capacity / NS_PER_S for capacity in capacities)
         self._now = 0.0
         self._flows: dict[Hashable, _Flow] = {}

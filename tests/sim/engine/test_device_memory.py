@@ -1,13 +1,16 @@
-"""Memory replayed beside a run: every way to break the plan."""
+"""Memory replayed after a run: every way to break the plan."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from sim.engine.device_memory import DeviceMemory
+from sim.engine.device_memory import check_memory
 from sim.errors import ScheduleError
 from sim.schedule import TaskKind, TensorKind
-from tests.sim.handmade import Hand, one_gpu_schedule
+from sim.timelines.replay import replay_times
+from tests.sim.handmade import Hand, one_gpu_schedule, plan
 
 LOAD = "swap_in weight 0 on gpu 0 swap_in (task 1)"
 
@@ -21,80 +24,127 @@ def two_loads(*, first: int | None, second: int | None, size: int = 100) -> Hand
     return hand
 
 
-def allocate_all(hand: Hand, *, gpu_peak: int = 1000) -> DeviceMemory:
-    memory = DeviceMemory(hand.schedule(gpu_peak=gpu_peak))
-    for task in hand.tasks:
-        memory.allocate(task)
-    return memory
+def freeing(hand: Hand, *buffers: int, **fields: Any) -> int:
+    return hand.task(TaskKind.FORWARD, samples=(0, 1), frees=buffers, **fields)
 
 
-def fault(caught: pytest.ExceptionInfo[ScheduleError]) -> str:
+def check(hand: Hand, lengths: list[int] | None = None, order: list[int] | None = None, **peak: int) -> None:
+    """Replay a schedule whose tasks last ``lengths`` (1 each), as early as they can."""
+    schedule = hand.schedule(**peak)
+    times = replay_times(schedule, lengths or [1] * len(hand.tasks))
+    check_memory(schedule, times.start_ns, times.end_ns, order or range(len(hand.tasks)))
+
+
+def fault(hand: Hand, lengths: list[int] | None = None, order: list[int] | None = None, **peak: int) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        check(hand, lengths, order, **peak)
     (only,) = caught.value.faults
     return only
 
 
-def test_a_sound_schedule_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("lengths", [0, 1, 10**18, 10**25])
+def test_a_sound_schedule_leaves_nothing_behind(lengths: int) -> None:
     schedule = one_gpu_schedule()
-    memory = DeviceMemory(schedule)
-    for task in schedule.tasks:
-        memory.allocate(task)
-        memory.free(task)
-    memory.check_empty()
+    times = replay_times(schedule, [lengths] * len(schedule.tasks))
+    check_memory(schedule, times.start_ns, times.end_ns, range(len(schedule.tasks)))
+
+
+def test_no_buffers() -> None:
+    hand = Hand()
+    freeing(hand)
+    check(hand)
 
 
 @pytest.mark.parametrize("second", [50, 0, 99])
 def test_overlapping_places(second: int) -> None:
-    with pytest.raises(ScheduleError) as caught:
-        allocate_all(two_loads(first=0, second=second))
-    assert fault(caught) == (
+    hand = two_loads(first=0, second=second)
+    freeing(hand, 0, 1, waits_for=(0, 1))
+    assert fault(hand) == (
         f"{LOAD} allocates buffer 1 (weight 0, 100 B at {second} on gpu 0), "
         "over buffer 0 (weight 0, 100 B at 0 on gpu 0), which is in use"
     )
 
 
 def test_an_overlap_from_below() -> None:
-    with pytest.raises(ScheduleError, match="which is in use"):
-        allocate_all(two_loads(first=99, second=0))
+    hand = two_loads(first=99, second=0)
+    freeing(hand, 0, 1, waits_for=(0, 1))
+    assert fault(hand).endswith("which is in use")
 
 
-def test_neighbours_touch_and_empty_buffers_are_nowhere() -> None:
-    allocate_all(two_loads(first=100, second=0))
-    allocate_all(two_loads(first=0, second=0, size=0))
+def test_a_place_is_free_again_when_its_buffer_is_freed() -> None:
+    hand = two_loads(first=0, second=0)
+    freeing(hand, 0, waits_for=(0,))
+    freeing(hand, 1, waits_for=(1,))
+    assert fault(hand).startswith(f"{LOAD} allocates buffer 1")  # at 1, when the first forward starts
+    check(hand, [1, 1, 0, 1], order=[0, 2, 1, 3])  # but if that takes no time, the place is free at 1
+
+
+@pytest.mark.parametrize(("first", "second", "size"), [(100, 0, 100), (0, 0, 0)])
+def test_neighbours_touch_and_empty_buffers_are_nowhere(first: int, second: int, size: int) -> None:
+    hand = two_loads(first=first, second=second, size=size)
+    freeing(hand, 0, 1, waits_for=(0, 1))
+    check(hand)
+
+
+def test_places_of_different_gpus_do_not_meet() -> None:
+    hand = Hand(plan(gpus=2))
+    for gpu in (0, 1):
+        buffer = hand.buffer(TensorKind.WEIGHT, 0, 100, gpu=gpu, offset=0)
+        hand.task(TaskKind.SWAP_IN, gpu=gpu, tensor_kind=TensorKind.WEIGHT, allocates=(buffer,))
+    freeing(hand, 0, 1, waits_for=(0, 1))
+    check(hand)
 
 
 def test_a_place_beyond_the_planned_peak() -> None:
-    with pytest.raises(ScheduleError, match="which ends beyond the 250 B planned"):
-        allocate_all(two_loads(first=0, second=151), gpu_peak=250)
+    hand = two_loads(first=0, second=151)
+    freeing(hand, 0, 1, waits_for=(0, 1))
+    assert fault(hand, gpu_peak=250).endswith("which ends beyond the 250 B planned")
 
 
 def test_more_bytes_than_planned() -> None:
-    with pytest.raises(ScheduleError) as caught:
-        allocate_all(two_loads(first=None, second=None), gpu_peak=199)
-    assert fault(caught).endswith("(weight 0, 100 B on gpu 0), 200 B are held then, 199 B are planned")
+    hand = two_loads(first=None, second=None)
+    freeing(hand, 0, 1, waits_for=(0, 1))
+    check(hand, gpu_peak=200)
+    assert fault(hand, gpu_peak=199) == (
+        f"{LOAD} allocates buffer 1 (weight 0, 100 B on gpu 0), 200 B are held then, 199 B are planned"
+    )
+
+
+def test_the_hosts_store_counts() -> None:
+    hand = Hand()
+    buffer = hand.buffer(TensorKind.STASH, 1, 100, gpu=None)
+    hand.task(TaskKind.SWAP_OUT, 1, tensor_kind=TensorKind.STASH, allocates=(buffer,))
+    freeing(hand, 0, waits_for=(0,))
+    check(hand, host_store=50, host_peak=150)
+    assert fault(hand, host_store=50, host_peak=149).endswith("150 B are held then, 149 B are planned")
 
 
 def test_allocating_twice_and_freeing_what_is_not_there() -> None:
     hand = two_loads(first=None, second=None)
-    memory = allocate_all(hand)
-    with pytest.raises(ScheduleError, match="which is allocated already"):
-        memory.allocate(hand.tasks[0])
-    hand.task(TaskKind.FORWARD, samples=(0, 1), frees=(0,))
-    memory.free(hand.tasks[2])
-    with pytest.raises(ScheduleError, match=r"forward 0 on gpu 0 compute \(task 2\) frees .*, which is not allocated"):
-        memory.free(hand.tasks[2])
+    freeing(hand, 0, 1, waits_for=(0, 1))
+    hand.task(TaskKind.SWAP_IN, tensor_kind=TensorKind.WEIGHT, allocates=(1,), waits_for=(2,))
+    freeing(hand, 1, waits_for=(3,))
+    check(hand)  # a buffer may come back
+    twice = two_loads(first=None, second=None)
+    twice.task(TaskKind.SWAP_IN, tensor_kind=TensorKind.WEIGHT, allocates=(0,))
+    assert fault(twice).endswith("which is allocated already")
+    freeing(hand, 0, waits_for=(4,))
+    assert fault(hand) == (
+        "forward 0 on gpu 0 compute (task 5) frees buffer 0 (weight 0, 100 B on gpu 0), which is not allocated"
+    )
 
 
 def test_leftovers_are_named() -> None:
-    with pytest.raises(ScheduleError, match=r"never freed: buffer 0 \(weight 0, 100 B on gpu 0\), buffer 1 "):
-        allocate_all(two_loads(first=None, second=None)).check_empty()
+    assert fault(two_loads(first=None, second=None)) == (
+        "never freed: buffer 0 (weight 0, 100 B on gpu 0), buffer 1 (weight 0, 100 B on gpu 0)"
+    )
 
 
 def test_leftovers_in_the_host_are_named() -> None:
     hand = Hand()
     buffer = hand.buffer(TensorKind.STASH, 1, 8, gpu=None)
     hand.task(TaskKind.SWAP_OUT, 1, tensor_kind=TensorKind.STASH, allocates=(buffer,))
-    with pytest.raises(ScheduleError, match=r"never freed: buffer 0 \(stash 1, 8 B on the host\)"):
-        allocate_all(hand).check_empty()
+    assert fault(hand) == "never freed: buffer 0 (stash 1, 8 B on the host)"
 
 
 def test_the_name_of_a_host_buffer_of_several_layers() -> None:

@@ -109,8 +109,10 @@ def test_updates_one_after_the_other_do_not_slow_each_other() -> None:
     dram=st.integers(1, 16),
 )
 def test_equal_updates_together(count: int, threads: int, cores: int, rate: int, dram: int) -> None:
-    """Each lasts 720720 ns (which 1 … 16 divide), times the share by which all together want too many cores, or too
-    much of DRAM."""
+    """Each lasts 720720 ns, times the cores that all want over those that there are, or the same of DRAM.
+
+    720720 is a multiple of 1 … 16, so that nothing is rounded.
+    """
     duration = 720_720
     wanted = max(count * min(threads, cores) / cores, count * min(rate, dram) / dram, 1)
     ends = side_by_side(host(cores=cores, dram=dram), [(duration, duration * rate)] * count, threads)
