@@ -97,6 +97,10 @@ class HarmonyPlan(_PlanBase, frozen=True, tag_field="family", tag="harmony"):
     order: all but the first (its input is data) and the last.
     ``gpu_order`` names every GPU once, in the order in which they take turns: packs of a pipeline are dealt in it,
     data-parallel packs are updated in it (None: ascending).
+
+    ``split_backward`` (pipeline only; 0: not) does backwards in two parts, so that the next pack's can start after the
+    first: the gradient of the pack's input, and later, where the GPU would wait, those of its parameters. The first
+    part is at most so many microbatches ahead of the second, and what the second needs is held meanwhile.
     """
 
     policy: Policy
@@ -110,6 +114,7 @@ class HarmonyPlan(_PlanBase, frozen=True, tag_field="family", tag="harmony"):
     prefetch: bool = True
     stash: StashPlace | tuple[StashPlace, ...] = StashPlace.SWAP
     gpu_order: tuple[int, ...] | None = None
+    split_backward: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def __post_init__(self) -> None:
         """Check the fields against each other."""
@@ -182,8 +187,8 @@ def fields_of(policy: Policy) -> tuple[str, ...]:
     """Names of the fields that mean something in plans of this policy."""
     if policy.is_paged:
         return PagedPlan.__struct_fields__
-    meaningless = "reduce" if policy is Policy.HARMONY_PP else "slots"
-    return tuple(name for name in HarmonyPlan.__struct_fields__ if name != meaningless)
+    meaningless = ("reduce",) if policy is Policy.HARMONY_PP else ("slots", "split_backward")
+    return tuple(name for name in HarmonyPlan.__struct_fields__ if name not in meaningless)
 
 
 def stash_places(packs_bwd: Sequence[Pack], stash: StashPlace | tuple[StashPlace, ...]) -> dict[int, StashPlace]:

@@ -46,18 +46,26 @@ class TaskKind(Enum):
     """What a task does.
 
     ``BACKWARD`` repeats the forward of its layers first (recompute; for the layers with the loss it is their forward),
-    unless the task says otherwise.
+    unless the task says otherwise. In two parts, ``BACKWARD_INPUT`` repeats the forward and makes the gradient of the
+    layers' input, and ``BACKWARD_WEIGHT`` adds to those of their parameters from the workspace that the first one left.
     ``REDUCE`` adds the GPUs' gradients in host memory; ``UPDATE`` is on the host (``gpu`` None) or on a GPU.
     """
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    BACKWARD_INPUT = "backward_input"
+    BACKWARD_WEIGHT = "backward_weight"
     UPDATE = "update"
     REDUCE = "reduce"
     ALLREDUCE = "allreduce"
     SWAP_IN = "swap_in"
     SWAP_OUT = "swap_out"
     P2P = "p2p"
+
+    @property
+    def goes_back(self) -> bool:
+        """True for backwards that make the gradient of their input: whole ones, and first parts."""
+        return self in (TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT)
 
     @property
     def is_copy(self) -> bool:

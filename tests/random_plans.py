@@ -46,6 +46,7 @@ def random_case(seed: int, *, layers: int = 6, memory_bytes: int = 10**12) -> Ca
         packs_fwd=random_packs(draw, packs_bwd[-1][0]), packs_bwd=packs_bwd, update=draw.choice(list(UpdateOn)),
         reduce=draw.choice(list(Reduce)), slots=draw.choice([None, 1, 2]), prefetch=draw.random() < 0.8,
         gpu_order=draw.choice([None, tuple(draw.sample(range(gpus), gpus))]),
+        split_backward=draw.choice([0, 0, 1, 2, 8]),
     )  # fmt: skip
     if plan.u_fwd == plan.u_bwd:
         plan = replace(plan, stash=tuple(draw.choice(list(StashPlace)) for _ in packs_bwd[1:-1]))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.optim import Optimizer
 
+from sim.errors import PlanError
 from sim.schedule import Schedule, Task, TaskKind, TensorKind
 from sim.timelines.replay import MemoryChange, StepTimes
 
@@ -43,6 +44,7 @@ class Session:
     ) -> None:
         self.schedule = schedule
         self._devices = devices
+        _check_whole(schedule)
         _check_size(schedule, model, devices)
         pack_optimizer = PackOptimizer(optimizer)
         layout = layouts(model, _moving_state(schedule, model, pack_optimizer))
@@ -121,6 +123,11 @@ def _moving_state(schedule: Schedule, model: LayerModel, optimizer: PackOptimize
         return {}
     owned = [named.tensor for layer in range(len(model)) for named in model.owned(layer).values()]
     return {id(parameter): optimizer.state_entries(parameter) for parameter in owned}
+
+
+def _check_whole(schedule: Schedule) -> None:
+    if any(schedule.copies(TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT)):
+        raise PlanError("the schedule has backwards in two parts, which can be simulated but not run yet")
 
 
 def _check_size(schedule: Schedule, model: LayerModel, devices: Devices) -> None:

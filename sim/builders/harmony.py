@@ -17,7 +17,7 @@ from ..plan import HarmonyPlan
 from ..schedule import MemoryPlan, Schedule, TaskKind
 from .draft import assign_lifetimes, finish
 from .memory import GroupDoesNotFit, count_host, place
-from .order import Group, linearize, place_groups, steps_by_gpu
+from .order import Group, linearize, place_groups, split_packs, steps_by_gpu
 from .store_bytes import store_by_kind
 from .transfers import Ahead, add_transfers
 
@@ -26,7 +26,7 @@ def build_harmony(plan: HarmonyPlan, costs: Costs, machine: Machine) -> Schedule
     """Build the schedule. Raises DoesNotFit when a GPU or the host has too little memory for the plan."""
     updated = frozenset(pack for pack in plan.packs_bwd if any(map(costs.updates, range(pack[0], pack[1] + 1))))
     groups = place_groups(plan)
-    steps = linearize(plan, steps_by_gpu(plan, groups, updated))
+    steps = linearize(plan, steps_by_gpu(plan, groups, updated, split_packs(plan, costs)))
     caps = tuple(gpu.usable_bytes for gpu in machine.gpus)
     ahead = _first_guess(plan, costs, groups, caps)
     while True:

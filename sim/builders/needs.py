@@ -46,10 +46,12 @@ class Needs:
             reduced = [pack] if self.reduced_by_host else []
             runs = reduced + list(self.partial_gradients(pack))
             return [Need(TensorKind.GRADIENT, run) for run in runs] + [Need(TensorKind.OPTIMIZER_STATE, pack)]
-        fused = step.kind is TaskKind.BACKWARD and last == self.last_layer
+        if step.kind is TaskKind.BACKWARD_WEIGHT:
+            return []  # its first part left all of it on the GPU
+        fused = step.kind.goes_back and last == self.last_layer
         boundary = TensorKind.ACTIVATION if fused or step.kind is TaskKind.FORWARD else TensorKind.STASH
         needs = [Need(boundary if first else TensorKind.DATA, (first, first), step.samples)]
-        if step.kind is TaskKind.BACKWARD:
+        if step.kind.goes_back:
             incoming = TensorKind.DATA if fused else TensorKind.ACTIVATION_GRADIENT
             needs.append(Need(incoming, (last + 1, last + 1), step.samples))
         return needs

@@ -8,12 +8,21 @@ two backward packs; the last backward pack, with the loss, is fused)::
 
 GPUs get their turns in the plan's ``gpu_order``, here ascending. Harmony-DP runs every pack on every GPU, each on its
 own share of the minibatch.
+
+With ``split_backward``, first parts of a group's backwards (``b``) come as soon as they can, second parts (``w``) where
+the GPU would wait, and the rest of them before its next group (N = 2, three microbatches)::
+
+    gpu 0:  b0 b1 b2 w0 w1 w2
+    gpu 1:     b0 b1 b2 w0 w1 w2
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from traces.costs import Costs
 
 from ..plan import HarmonyPlan, Pack, Policy, UpdateOn, pieces, shares
 from ..schedule import Interval, TaskKind
@@ -73,12 +82,29 @@ def update_owner(plan: HarmonyPlan, group: Group) -> int:
     return plan.gpu_of_turn(group.pack_index) if is_data_parallel(plan) else group.gpu
 
 
-def steps_by_gpu(plan: HarmonyPlan, groups: Sequence[Group], updated: frozenset[Pack]) -> list[list[Step]]:
-    """Each GPU's compute steps in its order. ``updated`` are the backward packs that have something to update."""
+def split_packs(plan: HarmonyPlan, costs: Costs) -> frozenset[Pack]:
+    """Backward packs done in two parts: those that have both gradients, and another pack waiting for the first."""
+    if not plan.split_backward or is_data_parallel(plan):
+        return frozenset()
+    passed = (
+        pack for pack in plan.packs_bwd[1:] if costs.input_gradient_bytes(pack[0], min(plan.u_bwd, plan.minibatch))
+    )
+    return frozenset(pack for pack in passed if costs.gradient_bytes(*pack))
+
+
+def steps_by_gpu(
+    plan: HarmonyPlan, groups: Sequence[Group], updated: frozenset[Pack], split: frozenset[Pack]
+) -> list[list[Step]]:
+    """Each GPU's compute steps in its order, without the second parts of backwards.
+
+    ``updated`` are the backward packs that have something to update, ``split`` those done in two parts.
+    """
     sequences: list[list[Step]] = [[] for _ in range(plan.gpus)]
     for group in groups:
         own = sequences[group.gpu]
-        own.extend(Step(group.kind, group, index, samples) for index, samples in enumerate(group.pieces))
+        in_parts = group.kind is TaskKind.BACKWARD and group.pack in split
+        kind = TaskKind.BACKWARD_INPUT if in_parts else group.kind
+        own.extend(Step(kind, group, index, samples) for index, samples in enumerate(group.pieces))
         on_gpu = plan.update is UpdateOn.GPU and group.kind is TaskKind.BACKWARD and group.pack in updated
         if on_gpu and update_owner(plan, group) == group.gpu:
             own.append(Step(TaskKind.UPDATE, group, len(group.pieces), None))
@@ -88,25 +114,49 @@ def steps_by_gpu(plan: HarmonyPlan, groups: Sequence[Group], updated: frozenset[
 def linearize(plan: HarmonyPlan, sequences: Sequence[Sequence[Step]]) -> list[Step]:
     """One total order: list scheduling where every step takes one unit of time, GPUs ascending within a unit.
 
+    Second parts of backwards are put in where a GPU's next step is not ready, or must not come before them.
+
     A step is ready when the steps that produce its input have ended: the previous pack's forward of its samples, the
     next pack's backward of its samples, and, for an update, every backward of its pack.
     """
     done = _Progress(plan)
-    heads = [0] * len(sequences)
+    queues = [_Queue(sequence, plan.split_backward) for sequence in sequences]
     order: list[Step] = []
-    total = sum(map(len, sequences))
-    while len(order) < total:
-        batch = []
-        for gpu, sequence in enumerate(sequences):
-            if heads[gpu] < len(sequence) and done.ready(sequence[heads[gpu]]):
-                batch.append(sequence[heads[gpu]])
-                heads[gpu] += 1
+    while any(queues):
+        batch = [step for queue in queues if (step := queue.next(done)) is not None]
         if not batch:
             raise AssertionError("no compute step is ready: the placement is not a pipeline")
         for step in batch:
             done.add(step)
         order.extend(batch)
     return order
+
+
+class _Queue:
+    """What a GPU has yet to do: its steps in order, and the second parts of those that it has done a first part of."""
+
+    def __init__(self, steps: Sequence[Step], most_waiting: int) -> None:
+        self._steps, self._most_waiting = deque(steps), most_waiting
+        self._waiting: deque[Step] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._steps or self._waiting)
+
+    def next(self, done: _Progress) -> Step | None:
+        """Take the step for this unit of time; None if the GPU must wait."""
+        if self._steps and not self._must_wait(self._steps[0]) and done.ready(self._steps[0]):
+            step = self._steps.popleft()
+            if step.kind is TaskKind.BACKWARD_INPUT:
+                self._waiting.append(replace(step, kind=TaskKind.BACKWARD_WEIGHT))
+            return step
+        return self._waiting.popleft() if self._waiting else None
+
+    def _must_wait(self, step: Step) -> bool:
+        """Whether second parts come first: too many wait, or they are of the group before, or before its update."""
+        if not self._waiting:
+            return False
+        same_group = step.group is self._waiting[0].group and step.kind is TaskKind.BACKWARD_INPUT
+        return not same_group or len(self._waiting) >= self._most_waiting
 
 
 class _Progress:
@@ -118,8 +168,8 @@ class _Progress:
         self._seen: dict[tuple[TaskKind, int, int], int] = {}
 
     def add(self, step: Step) -> None:
-        if step.samples is not None:
-            self._seen[self._key(step.kind, step.group.pack_index, step.gpu)] = step.samples[1]
+        if step.samples is not None and step.kind is not TaskKind.BACKWARD_WEIGHT:
+            self._seen[self._key(step.group.kind, step.group.pack_index, step.gpu)] = step.samples[1]
 
     def ready(self, step: Step) -> bool:
         if step.samples is None:

@@ -102,7 +102,9 @@ class _Walk:
         self.buffers_read, self.buffers_written = _HomeCopies(), _HomeCopies()
         self.weights_out: dict[int, int] = {}  # layer -> the copy of its updated weights
         self.backward_from = {first: index for index, (first, _) in enumerate(plan.packs_bwd)}
-        self.runner = {(step.kind, step.group.pack_index): step.gpu for step in steps}  # pipelines: one GPU per pack
+        self.left: dict[tuple[int, int], list[int]] = {}  # by group and microbatch: what first parts leave for second
+        # pipelines: one GPU per pack
+        self.runner = {(step.group.kind, step.group.pack_index): step.gpu for step in steps}
 
     def run(self) -> Draft:
         for step in self.steps:
@@ -114,6 +116,10 @@ class _Walk:
                     self._forward(step)
                 case TaskKind.BACKWARD:
                     self._backward(step)
+                case TaskKind.BACKWARD_INPUT:
+                    self._backward_input(step)
+                case TaskKind.BACKWARD_WEIGHT:
+                    self._backward_weight(step)
                 case _:
                     self._update_on_gpu(step)
             self.position[step.gpu] += 1
@@ -130,9 +136,10 @@ class _Walk:
     def _fetch_ahead(self, step: Step) -> None:
         allowed = self.ahead[step.group.index]
         following = self.by_gpu[step.gpu][self.position[step.gpu] + 1 :]
-        if allowed >= Ahead.INPUTS and following:
-            for need in self.needs.of(following[0]):
-                self._fetch(following[0], need)
+        needy = next((other for other in following if other.kind is not TaskKind.BACKWARD_WEIGHT), None)
+        if allowed >= Ahead.INPUTS and needy is not None:
+            for need in self.needs.of(needy):
+                self._fetch(needy, need)
         if allowed >= Ahead.WEIGHTS:
             upcoming = next((other.group for other in following if other.group is not step.group), None)
             if upcoming is not None:
@@ -235,7 +242,7 @@ class _Walk:
         leaving += [Need(TensorKind.STASH, (layer, layer), step.samples) for layer in stashed]
         outputs = [(need, self._output(step, need)) for need in leaving if self.needs.bytes(need)]
         workspace = self.costs.forward_workspace_bytes(first, last, _batch(step))
-        self._compute(step, [buffer for _, buffer in outputs], workspace)
+        self._compute(step, self._take_inputs(step), [buffer for _, buffer in outputs], workspace)
         for need, buffer in outputs:
             if need.kind is TensorKind.ACTIVATION:
                 self._send(step, need, buffer, receiver)
@@ -247,19 +254,41 @@ class _Walk:
             self._buffers_out(step.group)
 
     def _backward(self, step: Step) -> None:
+        gradient = self.gradients.buffer(step.group)
+        workspace = self.costs.backward_workspace_bytes(*step.group.pack, _batch(step))
+        self._go_back(step, [] if gradient is None else [gradient], workspace)
+        if self._is_last(step):
+            self.gradients.backward_ended(step.group)
+
+    def _backward_input(self, step: Step) -> None:
+        """All that it reads, and what it holds of autograd's, stays on the GPU for the second part."""
+        pack, u = step.group.pack, _batch(step)
+        held = self._workspace(step, self.costs.held_bytes(*pack, u))
+        inputs = self._go_back(step, held, self.costs.parts_workspace_bytes(*pack, u))
+        self.left[step.group.index, step.microbatch] = [*inputs, *held]
+
+    def _backward_weight(self, step: Step) -> None:
+        gradient = self.gradients.buffer(step.group)
+        assert gradient is not None, "only packs with gradients are done in two parts"
+        left = self.left.pop((step.group.index, step.microbatch))
+        workspace = self.costs.parts_workspace_bytes(*step.group.pack, _batch(step))
+        self._compute(step, left, [gradient], workspace)
+        if self._is_last(step):
+            self.gradients.backward_ended(step.group)
+
+    def _go_back(self, step: Step, writes: list[int], workspace: int) -> list[int]:
+        """Compute, send the gradient of the pack's input on, and write module buffers back; what was taken in."""
         first, last = step.group.pack
         receiver = self._receiver(step)
         leaving = Need(TensorKind.ACTIVATION_GRADIENT, (first, first), step.samples)
         outgoing = self._output(step, leaving) if first > 0 and self.needs.bytes(leaving) else None
-        gradient = self.gradients.buffer(step.group)
-        workspace = self.costs.backward_workspace_bytes(first, last, _batch(step))
-        self._compute(step, [buffer for buffer in (outgoing, gradient) if buffer is not None], workspace)
+        inputs = self._take_inputs(step)
+        self._compute(step, inputs, [*([] if outgoing is None else [outgoing]), *writes], workspace)
         if outgoing is not None:
             self._send(step, leaving, outgoing, receiver)
-        if self._is_last(step):
-            if last == self.needs.last_layer:
-                self._buffers_out(step.group)
-            self.gradients.backward_ended(step.group)
+        if self._is_last(step) and last == self.needs.last_layer:
+            self._buffers_out(step.group)
+        return inputs
 
     def _update_on_gpu(self, step: Step) -> None:
         group = step.group
@@ -277,18 +306,21 @@ class _Walk:
         for state in states:
             self._home_out(group, Need(TensorKind.OPTIMIZER_STATE, group.pack), state)
 
-    def _compute(self, step: Step, outputs: list[int], workspace: int) -> None:
+    def _compute(self, step: Step, inputs: list[int], outputs: list[int], workspace: int) -> None:
         weights = self.weights[step.group.index]
-        inputs = self._take_inputs(step)
-        writes = list(outputs)
-        if workspace:
-            writes.append(self.draft.buffer(step.gpu, TensorKind.WORKSPACE, step.group.pack, workspace, step.samples))
+        writes = [*outputs, *self._workspace(step, workspace)]
         if weights.buffer is not None and self._changes_buffers(step):
             writes.append(weights.buffer)
         self.draft.add(
             step.kind, (step.gpu, Lane.COMPUTE), step.group.pack, samples=step.samples, microbatch=step.microbatch,
             reads=[*weights.ids, *inputs], writes=writes, group=step.group.index,
         )  # fmt: skip
+
+    def _workspace(self, step: Step, size: int) -> list[int]:
+        """A buffer for autograd; none of no bytes."""
+        if not size:
+            return []
+        return [self.draft.buffer(step.gpu, TensorKind.WORKSPACE, step.group.pack, size, step.samples)]
 
     def _output(self, step: Step, need: Need) -> int:
         return self.draft.buffer(step.gpu, need.kind, need.run, self.needs.bytes(need), need.samples)
@@ -300,9 +332,9 @@ class _Walk:
         pack's output where the backward cuts the minibatch differently.
         """
         index = step.group.pack_index
-        if is_data_parallel(self.plan) or (step.kind is TaskKind.BACKWARD and index == 0):
+        if is_data_parallel(self.plan) or (step.kind.goes_back and index == 0):
             return None
-        if step.kind is TaskKind.BACKWARD:
+        if step.kind.goes_back:
             consumer = (TaskKind.BACKWARD, index - 1)
         elif index + 1 < len(self.plan.packs_fwd):
             consumer = (TaskKind.FORWARD, index + 1)
@@ -346,7 +378,7 @@ class _Walk:
     def _changes_buffers(self, step: Step) -> bool:
         """Whether this step's forward is the one that counts for the module buffers (recompute changes none)."""
         first, last = step.group.pack
-        forward = step.kind is TaskKind.FORWARD or last == self.needs.last_layer
+        forward = step.kind is TaskKind.FORWARD or (step.kind.goes_back and last == self.needs.last_layer)
         return forward and any(self.costs.trace.layers[layer].changes_buffers for layer in range(first, last + 1))
 
     def _buffers_out(self, group: Group) -> None:

@@ -274,6 +274,14 @@ class PlanOptions:
             parser=gpu_order,
         ),
     ] = None
+    split_backward: Annotated[
+        int | None,
+        _choice(
+            "--split-backward",
+            "How far harmony-pp computes inputs' gradients ahead of weights', in microbatches; default 0: together",
+            min=0,
+        ),
+    ] = None
     residency: Annotated[
         Residency | None, _choice("--residency", "What a baseline keeps on the GPU between tasks; default lru")
     ] = None

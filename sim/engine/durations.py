@@ -1,6 +1,6 @@
 """What every task takes: time of its own (``delay_ns``), and then bytes over the fabric (``flows``).
 
-    forward, backward, update    time, from the trace and the speed of the device
+    forward, backward, update    time, from the trace and the speed of the device; backward in whole or a part of it
     update in the host           that time of the trace's threads, and all bytes of host memory that it reads and writes
     swap in, swap out, P2P       the route's delay, then the bytes over the route
     all-reduce                   the same, over every edge of the ring at once
@@ -65,6 +65,10 @@ class CostDurations:
                 duration = costs.forward_ns(first, last, task.batch_size)
             case TaskKind.BACKWARD:
                 duration = costs.backward_ns(first, last, task.batch_size) + recompute_ns(task, costs)
+            case TaskKind.BACKWARD_INPUT:
+                duration = costs.backward_input_ns(first, last, task.batch_size) + recompute_ns(task, costs)
+            case TaskKind.BACKWARD_WEIGHT:
+                duration = costs.backward_weight_ns(first, last, task.batch_size)
             case TaskKind.UPDATE:
                 duration = costs.update_ns(first, last, _update_phase(task))
             case _:
@@ -86,7 +90,8 @@ def recompute_ns(task: Task, costs: Costs) -> int:
 def forward_share(task: Task, costs: Costs) -> float:
     """Part of a backward's time that its forward takes (0 … 1)."""
     forward = recompute_ns(task, costs)
-    total = forward + costs.backward_ns(task.layer_first, task.layer_last, task.batch_size)
+    backward_ns = costs.backward_input_ns if task.kind is TaskKind.BACKWARD_INPUT else costs.backward_ns
+    total = forward + backward_ns(task.layer_first, task.layer_last, task.batch_size)
     return forward / total if total else 0.0
 
 
@@ -99,6 +104,10 @@ def used_durations(tasks: Iterable[Task]) -> set[tuple[Phase, int]]:
                 used.add((Phase.FORWARD, task.batch_size))
             case TaskKind.BACKWARD:
                 used |= {(Phase.FORWARD, task.batch_size), (Phase.BACKWARD, task.batch_size)}
+            case TaskKind.BACKWARD_INPUT:
+                used |= {(Phase.FORWARD, task.batch_size), (Phase.BACKWARD_INPUT, task.batch_size)}
+            case TaskKind.BACKWARD_WEIGHT:
+                used.add((Phase.BACKWARD_WEIGHT, task.batch_size))
             case TaskKind.UPDATE:
                 used.add((_update_phase(task), 0))
             case _:
@@ -154,14 +163,14 @@ class Demands:
                 return self._copy(task)
             case TaskKind.UPDATE if task.gpu is None:
                 return self._in_host(self._durations.compute_ns(task), self._durations.host_bytes(task))
-            case TaskKind.FORWARD | TaskKind.BACKWARD | TaskKind.UPDATE:
-                return Demand(self._durations.compute_ns(task), ())
             case TaskKind.ALLREDUCE:
                 delay_ns = max((edge.delay_ns for edge in self._ring), default=0)
                 return Demand(delay_ns, tuple(Flow(edge, task.bytes / len(self._ring)) for edge in self._ring))
             case TaskKind.REDUCE:
                 size = self._durations.host_bytes(task)
                 return self._in_host(size / self._host.dram_bandwidth * NS_PER_S, size)
+            case _:
+                return Demand(self._durations.compute_ns(task), ())
 
     def _copy(self, task: Task) -> Demand:
         key = (task.gpu, task.peer, task.bytes, task.kind is TaskKind.SWAP_IN)

@@ -26,6 +26,7 @@ class PlanChoice(msgspec.Struct, frozen=True, kw_only=True):
     prefetch: bool | None = None
     stash: StashPlace | tuple[StashPlace, ...] | None = None
     gpu_order: tuple[int, ...] | None = None
+    split_backward: int | None = None
     residency: Residency | None = None
     writeback: Writeback | None = None
     recompute: bool | None = None

@@ -55,9 +55,11 @@ class Estimator:
 
 @dataclass(slots=True)
 class _Times:
-    """Of one group: earliest end of the first microbatch and of all, and the least time from its end to the step's."""
+    """Of one group: when its first and last microbatch are handed on and when it ends, at the earliest; and the least
+    time that follows the handing on of the last, to the end of the step."""
 
     first_end: float
+    last_end: float
     end: float
     rest: float = 0.0
 
@@ -75,11 +77,13 @@ def _earliest(jobs: list[Job]) -> tuple[list[list[_Times]], float]:
         for work, previous in zip(job.works, before, strict=True):
             arrived = lane_in.get(work.gpu, 0.0)
             start = max(compute.get(work.gpu, 0.0), arrived + work.in_first_ns)
-            end = arrived + work.in_ns + work.last_ns
+            last_end = arrived + work.in_ns + work.last_ns
             if previous is not None:
                 start = max(start, previous.first_end + work.hop_first_ns)
-                end = max(end, previous.end + work.hop_last_ns + work.last_ns)
-            own = _Times(start + work.first_ns, max(end, start + work.compute_ns))
+                last_end = max(last_end, previous.last_end + work.hop_last_ns + work.last_ns)
+            last_end = max(last_end, start + work.compute_ns - work.late_ns)
+            end = max(last_end + work.late_least_ns, start + work.compute_ns)
+            own = _Times(start + work.first_ns, last_end, end)
             lane_in[work.gpu] = arrived + work.in_ns
             lane_out[work.gpu] = max(lane_out.get(work.gpu, 0.0), own.first_end) + work.out_ns
             compute[work.gpu] = own.end
@@ -107,12 +111,15 @@ def _add_rests(jobs: list[Job], times: list[list[_Times]]) -> None:
         else:
             afterwards = max(job.after_update_ns, following.get(job.updater, 0.0))
             update = job.before_update_ns + job.update_ns + afterwards
+        started: dict[int, float] = {}
         for at, (work, own) in enumerate(zip(job.works, own_times, strict=True)):
-            own.rest = max(update, following.get(work.gpu, 0.0))
+            after = max(update, following.get(work.gpu, 0.0))
+            own.rest = work.late_least_ns + after
             if consumers:
                 consumer, consumer_times = consumers[at]
                 own.rest = max(own.rest, consumer.hop_last_ns + consumer.last_ns + consumer_times.rest)
-        following |= {work.gpu: work.compute_ns + own.rest for work, own in zip(job.works, own_times, strict=True)}
+            started[work.gpu] = work.compute_ns + max(after, own.rest - work.late_ns)
+        following |= started
         consumers = list(zip(job.works, own_times, strict=True))
 
 

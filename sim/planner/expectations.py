@@ -80,4 +80,4 @@ class Expectations:
             end = before[1] + work.hop_last_ns + work.last_ns
         end = max(end, start + max(work.compute_ns, inputs_ns + work.last_ns, work.first_ns + work.out_ns))
         lanes[work.gpu] = _Lane(start, end, work.held_bytes, inputs_ns)
-        return start + work.first_ns, end
+        return start + work.first_ns, end - work.late_ns

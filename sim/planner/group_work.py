@@ -15,7 +15,7 @@ from typing import NamedTuple
 from traces.costs import Costs
 from traces.schema import Phase
 
-from ..builders.order import is_data_parallel
+from ..builders.order import is_data_parallel, split_packs
 from ..hardware.machine import Machine
 from ..plan import HarmonyPlan, Pack, Reduce, StashPlace, UpdateOn, shares
 from .ways import Ways
@@ -33,6 +33,9 @@ class Work:
     A *hop* lies between the end of a microbatch in the group before and the start of the same samples here: of the
     first samples, and of the last. Bytes come in from the host, go out to it, and cross from GPU ``source`` (None:
     nothing does).
+
+    ``first_ns`` and ``last_ns`` are of the first and last microbatch, until they are handed on. Of backwards in two
+    parts, of all ``compute_ns`` at most ``late_ns`` come after the last one was, and at least ``late_least_ns``.
     """
 
     gpu: int
@@ -45,6 +48,8 @@ class Work:
     in_bytes: int
     state_bytes: int
     held_bytes: int
+    late_ns: float = 0.0
+    late_least_ns: float = 0.0
     out_ns: float = 0.0
     out_bytes: int = 0
     hop_first_ns: float = 0.0
@@ -107,6 +112,7 @@ class _Place(NamedTuple):
     owner: int
     through_host: bool
     stash: StashPlace | None
+    split: int
     u_before: int | None
     gpu_before: int | None
 
@@ -173,6 +179,7 @@ class _Maker:
     def _places(self, plan: HarmonyPlan) -> Iterator[_Place]:
         forward = [(False, index, pack) for index, pack in enumerate(plan.packs_fwd)]
         backward = [(True, index, pack) for index, pack in reversed(list(enumerate(plan.packs_bwd)))]
+        split = split_packs(plan, self._costs)
         u_before = gpu_before = None
         for position, (is_backward, index, pack) in enumerate(forward + backward):
             gpu = None if self._parallel else plan.gpu_of_turn(position)
@@ -182,7 +189,8 @@ class _Maker:
             owner = plan.gpu_of_turn(index) if gpu is None else gpu
             stash = plan.stash_places.get(index) if is_backward else None
             through_host = self._parallel or recut
-            yield _Place(is_backward, fused, pack, u, gpu, owner, through_host, stash, u_before, gpu_before)
+            apart = plan.split_backward if is_backward and pack in split else 0
+            yield _Place(is_backward, fused, pack, u, gpu, owner, through_host, stash, apart, u_before, gpu_before)
             u_before, gpu_before = u, gpu
 
     def _job(self, place: _Place, leaving: tuple[int, ...]) -> Job:
@@ -205,15 +213,23 @@ class _Maker:
             come = [*come, boundary]
         speed = self._machine.gpus[gpu].speed
 
-        def compute_ns(u: int) -> int:
+        def hand_on_ns(u: int) -> int:
             duration = costs.forward_ns(first, last, u)
-            return math.floor((duration + costs.backward_ns(first, last, u) if place.backward else duration) / speed)
+            if place.backward:
+                backward_ns = costs.backward_input_ns if place.split else costs.backward_ns
+                duration += backward_ns(first, last, u)
+            return math.floor(duration / speed)
+
+        def late_ns(u: int) -> int:
+            return math.floor(costs.backward_weight_ns(first, last, u) / speed) if place.split else 0
 
         work = Work(
             gpu=gpu,
-            compute_ns=batches.total(compute_ns),
-            first_ns=compute_ns(batches.first),
-            last_ns=compute_ns(batches.last),
+            compute_ns=batches.total(hand_on_ns) + batches.total(late_ns),
+            first_ns=hand_on_ns(batches.first),
+            last_ns=hand_on_ns(batches.last),
+            late_ns=batches._replace(number=min(batches.number, max(1, place.split))).total(late_ns),
+            late_least_ns=late_ns(batches.last),
             state_ns=state_ns,
             in_first_ns=state_ns + sum(into.ns(size(batches.first)) for size in come),
             in_ns=state_ns + batches.total(lambda u: sum(into.ns(size(u)) for size in come)),

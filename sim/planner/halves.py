@@ -39,7 +39,8 @@ _ROUNDING_NS = 0.5
 class Halves:
     """Halves of plans that have minibatch, update, reduction and order of GPUs in common.
 
-    ``parallel``: every GPU runs all packs. ``turns``: the GPUs in the order in which they take turns.
+    ``parallel``: every GPU runs all packs. ``turns``: the GPUs in the order in which they take turns. ``split``: some
+    backwards are done in two parts, and packs hand on after the first of them.
     """
 
     def __init__(
@@ -52,10 +53,11 @@ class Halves:
         update: UpdateOn,
         reduce: Reduce,
         turns: Sequence[int],
+        split: bool = False,
     ) -> None:
         self._costs, self._machine, self._ways = costs, machine, Ways(machine)
         self._parallel, self._update, self._reduce = parallel, update, reduce
-        self._gpus, self._turns = len(machine.gpus), turns
+        self._gpus, self._turns, self._split = len(machine.gpus), turns, split
         self._samples = [b - a for a, b in shares(minibatch, self._gpus)] if parallel else [minibatch]
         self._speeds = np.array([gpu.speed for gpu in machine.gpus])
         top = [*(link for link in machine.links if link.parent == HOST), *(g for g in machine.gpus if g.link == HOST)]
@@ -101,7 +103,10 @@ class Halves:
         batches = self._batches(u)
 
         def pack_ns(pack: Pack, v: int) -> int:
-            return costs.forward_ns(*pack, v) + costs.backward_ns(*pack, v)
+            both = costs.backward_ns(*pack, v)
+            if self._split:
+                both = min(both, costs.backward_input_ns(*pack, v) + costs.backward_weight_ns(*pack, v))
+            return costs.forward_ns(*pack, v) + both
 
         work = np.array([[b.total(partial(pack_ns, pack)) for b in batches] for pack in packs])
         updates = [0] * len(packs)
@@ -110,7 +115,7 @@ class Halves:
             updates = [costs.update_ns(*pack, Phase.UPDATE_GPU) for pack in packs]
         else:
             host = costs.update_ns(0, last, Phase.UPDATE_CPU) / self._machine.host.speed - _ROUNDING_NS * len(packs)
-        tasks = len(packs) * (1 + sum(b.number for b in batches))
+        tasks = len(packs) * (1 + (1 + self._split) * sum(b.number for b in batches))
         if self._parallel:
             own = (work.sum(axis=0) / self._speeds + self._homeward_ns(packs[0], 0))[None, :]
             for index, update in enumerate(updates):
@@ -134,7 +139,8 @@ class Halves:
         after = self._homeward_ns(packs[0], gpus[0])
         for index, gpu in enumerate(gpus):
             own[gpu] += work[index] / self._speeds[gpu] + (after if index < self._gpus else 0.0)
-            after += lasts[index] / self._speeds[gpu] - _ROUNDING_NS
+            # What other GPUs do after the first part of a backward may be done while this one does its second part.
+            after = 0.0 if self._split else after + lasts[index] / self._speeds[gpu] - _ROUNDING_NS
         return own
 
     def _homeward_ns(self, pack: Pack, gpu: int) -> float:

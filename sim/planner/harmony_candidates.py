@@ -58,6 +58,7 @@ class _Options(NamedTuple):
     slots: int | None
     gpu_order: GpuOrder = None
     stash: StashPlace | tuple[StashPlace, ...] = StashPlace.SWAP
+    split_backward: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class _Enumeration:
         self._same_size = any(layer.cut_sensitive for layer in costs.trace.layers)
         self._forward_packers: dict[int, Packer] = {}
         self._forward: dict[tuple[int, int, GpuOrder], _ForwardHalves] = {}
-        self._known_halves: dict[tuple[UpdateOn, Reduce, GpuOrder], Halves] = {}
+        self._known_halves: dict[tuple[UpdateOn, Reduce, GpuOrder, bool], Halves] = {}
         self._expectations = Expectations(costs, machine, parallel=self._parallel)
         self._thinned = False
 
@@ -176,7 +177,10 @@ class _Enumeration:
         for update in self._updates():
             cuts = [(u, packs) for u in sizes for packs in self._backward_cuts(u, update)]
             orders = self._space.gpu_order or (None,)
-            choices = product([update], self._reduces(), self._space.prefetch, self._slots(), orders, self._space.stash)
+            splits = (self._space.split_backward or (0,)) if not self._parallel else (0,)
+            choices = product(
+                [update], self._reduces(), self._space.prefetch, self._slots(), orders, self._space.stash, splits
+            )
             for options in map(_Options._make, choices):
                 halves = self._halves(options)
                 for u, packs in cuts:
@@ -249,7 +253,7 @@ class _Enumeration:
         return explicit + fitting
 
     def _halves(self, options: _Options) -> Halves:
-        key = options.update, options.reduce, options.gpu_order
+        key = options.update, options.reduce, options.gpu_order, options.split_backward > 0
         if key not in self._known_halves:
             self._known_halves[key] = Halves(
                 self._costs,
@@ -259,6 +263,7 @@ class _Enumeration:
                 update=options.update,
                 reduce=options.reduce,
                 turns=options.gpu_order or range(self._gpus),
+                split=options.split_backward > 0,
             )
         return self._known_halves[key]
 

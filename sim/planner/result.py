@@ -165,9 +165,10 @@ def describe(plan: Plan) -> str:
             slots = f", slots {plan.slots}" if plan.slots else ""
             turns = f", GPUs {','.join(map(str, plan.gpu_order))}" if plan.gpu_order else ""
             stash = _stash(plan)
+            split = f", split {plan.split_backward}" if plan.split_backward else ""
             return (
                 f"{plan.policy.value} u {plan.u_fwd}/{plan.u_bwd}, packs {_count(plan.packs_fwd)}/"
-                f"{_count(plan.packs_bwd)}, update {plan.update.value}{slots}{turns}{stash}"
+                f"{_count(plan.packs_bwd)}, update {plan.update.value}{slots}{turns}{stash}{split}"
             )
         case PagedPlan():
             saved = "" if plan.recompute else ", no recompute"

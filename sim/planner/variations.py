@@ -13,10 +13,11 @@ from msgspec.structs import replace
 
 from traces.costs import Costs
 
+from ..builders.order import split_packs
 from ..errors import PlanError
 from ..hardware.machine import Machine
 from ..hardware.switches import cross_order
-from ..plan import HarmonyPlan, Plan, fields_of
+from ..plan import HarmonyPlan, Plan, fields_of, pieces
 from .space import Space
 
 _Values = Callable[[HarmonyPlan, Costs, Machine], Iterable[Any]]
@@ -29,7 +30,19 @@ def _gpu_orders(plan: HarmonyPlan, costs: Costs, machine: Machine) -> list[tuple
     return [None] if list(crossing) == sorted(crossing) else [None, crossing]
 
 
-_VARIED: Mapping[str, _Values] = {"gpu_order": _gpu_orders}
+def _splits(plan: HarmonyPlan, costs: Costs, machine: Machine) -> Iterator[int]:
+    """Backwards in one, and in two parts that are one microbatch apart, two, four, and so on to all."""
+    yield 0
+    if not split_packs(replace(plan, split_backward=1), costs):
+        return
+    microbatches = len(pieces(0, plan.minibatch, plan.u_bwd))
+    apart = 1
+    while apart < 2 * microbatches:
+        yield min(apart, microbatches)
+        apart *= 2
+
+
+_VARIED: Mapping[str, _Values] = {"gpu_order": _gpu_orders, "split_backward": _splits}
 """By field, in the order in which they are tried."""
 
 

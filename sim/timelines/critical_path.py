@@ -30,6 +30,8 @@ class Cause(Enum):
 _CAUSES = {
     TaskKind.FORWARD: Cause.COMPUTE,
     TaskKind.BACKWARD: Cause.COMPUTE,
+    TaskKind.BACKWARD_INPUT: Cause.COMPUTE,
+    TaskKind.BACKWARD_WEIGHT: Cause.COMPUTE,
     TaskKind.UPDATE: Cause.UPDATE,
     TaskKind.REDUCE: Cause.REDUCE,
     TaskKind.ALLREDUCE: Cause.ALLREDUCE,
@@ -65,7 +67,7 @@ def critical_path(schedule: Schedule, times: StepTimes, forward_share: Callable[
         start = min(times.start_ns[number], end)
         spent[Cause.IDLE] += until - end
         recomputed = 0.0
-        if task.kind is TaskKind.BACKWARD and has_forward[task.layer_first]:
+        if task.kind.goes_back and has_forward[task.layer_first]:
             recomputed = (end - start) * forward_share(task)
         spent[Cause.RECOMPUTE] += recomputed
         spent[_CAUSES[task.kind]] += end - start - recomputed

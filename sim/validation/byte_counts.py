@@ -67,6 +67,8 @@ def _workspace_faults(schedule: Schedule, task: Task, costs: Costs) -> Iterator[
             needed = costs.unrecomputed_workspace_bytes(first, u)
         case TaskKind.BACKWARD:
             needed = costs.backward_workspace_bytes(first, last, u)
+        case TaskKind.BACKWARD_INPUT | TaskKind.BACKWARD_WEIGHT:
+            needed = costs.held_bytes(first, last, u) + costs.parts_workspace_bytes(first, last, u)
         case _:
             return
     touched = (schedule.buffers[number] for number in dict.fromkeys(task.reads + task.writes))

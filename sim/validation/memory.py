@@ -106,7 +106,7 @@ def _reach(task: Task, everywhere: frozenset[int | None]) -> tuple[frozenset[int
             return own, frozenset([task.peer])
         case TaskKind.ALLREDUCE:
             return everywhere - host, everywhere - host
-        case TaskKind.FORWARD | TaskKind.BACKWARD | TaskKind.UPDATE | TaskKind.REDUCE:
+        case _:
             return own, own
 
 

@@ -2,7 +2,8 @@
 
 1. Numbers: ids are places in the tables, and dependencies point to earlier tasks. Without that there is no order.
 2. Places: devices and lanes exist and go with the kinds of tasks; layers and samples are within the model's.
-3. Work: every sample passes every layer forward once and then backward once; every layer is updated once.
+3. Work: every sample passes every layer forward once and then backward once, or once in each of its two parts; every
+   layer is updated once.
 4. Memory: every buffer is there when it is used, whatever the timing, and peaks are what the plan says. Nothing in the
    host store is read while it is written.
 5. With a trace: bytes are what the trace says.
@@ -22,7 +23,7 @@ from .byte_counts import byte_faults
 from .happens_before import HappensBefore
 from .home import home_faults
 from .memory import memory_faults
-from .work import order_faults, pass_faults, update_faults
+from .work import order_faults, part_faults, pass_faults, update_faults
 
 
 def validate(schedule: Schedule, trace: Trace | None = None) -> None:
@@ -41,7 +42,8 @@ def validate(schedule: Schedule, trace: Trace | None = None) -> None:
     faults = chain(faults, pass_faults(schedule), update_faults(schedule, costs))
     if not places and not numbers:
         surely = HappensBefore(schedule)
-        faults = chain(faults, order_faults(schedule, surely), memory_faults(schedule, surely))
+        faults = chain(faults, order_faults(schedule, surely), part_faults(schedule))
+        faults = chain(faults, memory_faults(schedule, surely))
         faults = chain(faults, home_faults(schedule, surely, costs))
         if costs is not None:
             faults = chain(faults, byte_faults(schedule, costs))
@@ -114,7 +116,7 @@ def _device_faults(task: Task, gpus: int) -> Iterator[str]:
 
 def _lane_of(task: Task) -> Lane:
     match task.kind:
-        case TaskKind.FORWARD | TaskKind.BACKWARD:
+        case TaskKind.FORWARD | TaskKind.BACKWARD | TaskKind.BACKWARD_INPUT | TaskKind.BACKWARD_WEIGHT:
             return Lane.COMPUTE
         case TaskKind.UPDATE:
             return Lane.UPDATE if task.gpu is None else Lane.COMPUTE
@@ -131,7 +133,9 @@ def _lane_of(task: Task) -> Lane:
 
 
 def _extent_faults(task: Task, layers: int, minibatch: int) -> Iterator[str]:
-    computes = task.kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
+    computes = task.kind in (
+        TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT,
+    )  # fmt: skip
     last = layers if task.kind.is_copy else layers - 1  # labels, which only copies name, are x(layers)
     if not 0 <= task.layer_first <= task.layer_last <= last:
         yield f"{task} is of layers {task.layer_first}-{task.layer_last}; the model has layers 0-{layers - 1}"

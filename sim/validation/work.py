@@ -9,8 +9,10 @@ from itertools import groupby
 from traces.costs import Costs
 
 from ..plan import HarmonyPlan, PagedPlan
-from ..schedule import Interval, Schedule, Task, TaskKind
+from ..schedule import Interval, Schedule, Task, TaskKind, TensorKind
 from .happens_before import HappensBefore
+
+_PARTS = (TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT)
 
 
 def fused_layers(schedule: Schedule) -> range:
@@ -24,11 +26,11 @@ def fused_layers(schedule: Schedule) -> range:
 
 
 class Passes:
-    """The forward or backward tasks of a schedule, by layer, each layer's in order of samples."""
+    """The tasks of some kinds, by layer, each layer's in order of samples."""
 
-    def __init__(self, schedule: Schedule, kind: TaskKind) -> None:
+    def __init__(self, schedule: Schedule, *kinds: TaskKind) -> None:
         self.by_layer: list[list[tuple[Interval, Task]]] = [[] for _ in range(schedule.layers)]
-        for task in schedule.copies(kind):
+        for task in schedule.copies(*kinds):
             for layer in _known_layers(task, schedule.layers):
                 if task.samples is not None:
                     self.by_layer[layer].append((task.samples, task))
@@ -46,11 +48,15 @@ class Passes:
 
 
 def pass_faults(schedule: Schedule) -> Iterator[str]:
-    """Samples that pass a layer forward or backward never, or twice."""
+    """Samples that pass a layer forward or backward, or a part of that, never or twice."""
     fused = fused_layers(schedule)
-    for kind in (TaskKind.FORWARD, TaskKind.BACKWARD):
-        passes = Passes(schedule, kind)
-        expected = [kind is TaskKind.BACKWARD or layer not in fused for layer in range(schedule.layers)]
+    directions = {TaskKind.FORWARD: Passes(schedule, TaskKind.FORWARD)}
+    if any(schedule.copies(*_PARTS)):
+        directions |= {part: Passes(schedule, TaskKind.BACKWARD, part) for part in _PARTS}
+    else:
+        directions[TaskKind.BACKWARD] = Passes(schedule, TaskKind.BACKWARD)
+    for kind, passes in directions.items():
+        expected = [kind is not TaskKind.FORWARD or layer not in fused for layer in range(schedule.layers)]
         # A pack's layers have the same faults; say them once.
         for key, run in groupby(
             range(schedule.layers),
@@ -107,14 +113,39 @@ def order_faults(schedule: Schedule, surely: HappensBefore) -> Iterator[str]:
     A tied weight is owned by its first user, whose backward comes last; so nothing is said of the others.
     """
     fused = fused_layers(schedule)
-    forward, backward = Passes(schedule, TaskKind.FORWARD), Passes(schedule, TaskKind.BACKWARD)
+    forward, of_inputs, of_weights = (
+        Passes(schedule, *kinds)
+        for kinds in (
+            (TaskKind.FORWARD,),
+            (TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT),
+            (TaskKind.BACKWARD, TaskKind.BACKWARD_WEIGHT),
+        )
+    )
     for task in schedule.tasks:
-        for before in _needed(task, forward, backward, fused):
+        for before in _needed(task, forward, of_inputs, of_weights, fused):
             if not surely(before.id, task.id):
                 yield f"{task} may start before {before} has ended"
 
 
-def _needed(task: Task, forward: Passes, backward: Passes, fused: range) -> list[Task]:
+def part_faults(schedule: Schedule) -> Iterator[str]:
+    """Second parts of backwards that do not follow from a first part: of other layers or samples, on another GPU, or
+    without what autograd held."""
+    first_parts = {_scope(task): task for task in schedule.copies(TaskKind.BACKWARD_INPUT)}
+    for task in schedule.copies(TaskKind.BACKWARD_WEIGHT):
+        first = first_parts.get(_scope(task))
+        if first is None:
+            yield f"{task} has no first part on its gpu, of its layers and samples"
+            continue
+        kept = [number for number in task.reads if schedule.buffers[number].kind is TensorKind.WORKSPACE]
+        if not kept or not set(kept) <= set(first.writes):
+            yield f"{task} reads workspace {kept}; it needs what {first} holds for it, and nothing else"
+
+
+def _scope(task: Task) -> tuple[int | None, int, int, Interval | None]:
+    return task.gpu, task.layer_first, task.layer_last, task.samples
+
+
+def _needed(task: Task, forward: Passes, of_inputs: Passes, of_weights: Passes, fused: range) -> list[Task]:
     """Tasks whose results a forward, backward or update takes, in the total order."""
     needed: dict[int, Task] = {}
     samples = task.samples or (0, 0)
@@ -123,14 +154,16 @@ def _needed(task: Task, forward: Passes, backward: Passes, fused: range) -> list
         case TaskKind.FORWARD:
             if task.layer_first > 0:
                 needed.update((t.id, t) for t in forward.overlapping(task.layer_first - 1, samples))
-        case TaskKind.BACKWARD:
-            if task.layer_last + 1 < len(backward.by_layer):
-                needed.update((t.id, t) for t in backward.overlapping(task.layer_last + 1, samples))
+        case TaskKind.BACKWARD | TaskKind.BACKWARD_INPUT:
+            if task.layer_last + 1 < len(of_inputs.by_layer):
+                needed.update((t.id, t) for t in of_inputs.overlapping(task.layer_last + 1, samples))
             if task.layer_first in fused and task.layer_first > 0:
                 needed.update((t.id, t) for t in forward.overlapping(task.layer_first - 1, samples))
             needed.update((t.id, t) for layer in layers for t in forward.overlapping(layer, samples))
+        case TaskKind.BACKWARD_WEIGHT:
+            needed.update((t.id, t) for layer in layers for t in of_inputs.overlapping(layer, samples))
         case TaskKind.UPDATE:
-            needed.update((t.id, t) for layer in layers for _, t in backward.by_layer[layer])
+            needed.update((t.id, t) for layer in layers for _, t in of_weights.by_layer[layer])
         case _:
             pass
     return [needed[number] for number in sorted(needed)]

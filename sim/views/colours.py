@@ -1,6 +1,7 @@
 """One colour per task kind and per tensor kind, the same in every picture; told apart by colour-blind eyes too.
 
-Task kinds use the palette of Okabe and Ito (2008), tensor kinds Paul Tol's "muted" scheme.
+Task kinds use the palette of Okabe and Ito (2008), tensor kinds Paul Tol's "muted" scheme. The parts of a backward
+are darker and lighter than a whole one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from ..schedule import TaskKind, TensorKind
 TASK_COLOURS: dict[TaskKind, str] = {
     TaskKind.FORWARD: "#56B4E9",
     TaskKind.BACKWARD: "#0072B2",
+    TaskKind.BACKWARD_INPUT: "#004D7A",
+    TaskKind.BACKWARD_WEIGHT: "#7FB8DA",
     TaskKind.UPDATE: "#009E73",
     TaskKind.REDUCE: "#000000",
     TaskKind.ALLREDUCE: "#F0E442",

@@ -18,6 +18,8 @@ from ..timelines.replay import replay_times
 _LETTERS = {
     TaskKind.FORWARD: "F",
     TaskKind.BACKWARD: "B",
+    TaskKind.BACKWARD_INPUT: "BI",
+    TaskKind.BACKWARD_WEIGHT: "BW",
     TaskKind.UPDATE: "U",
     TaskKind.REDUCE: "R",
     TaskKind.ALLREDUCE: "A",
@@ -35,8 +37,9 @@ _TENSORS = {
 }
 _EMPTY = "."
 LEGEND = (
-    "F forward, B backward, U update, R reduce, A all-reduce; copies: w weight, b buffer, dw gradient,\n"
-    "k optimizer state, s stash, x activation, g activation gradient, d data; then layers, .microbatch, >to or <from"
+    "F forward, B backward (BI, BW: its parts for inputs and weights), U update, R reduce, A all-reduce;\n"
+    "copies: w weight, b buffer, dw gradient, k optimizer state, s stash, x activation, g its gradient, d data;\n"
+    "then layers, .microbatch, >to or <from"
 )
 
 

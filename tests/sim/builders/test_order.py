@@ -1,11 +1,14 @@
 """Placement and total order, drawn out for small plans."""
 
 import pytest
+from msgspec.structs import replace
 
-from sim.builders.order import linearize, place_groups, steps_by_gpu, update_owner
+from sim.builders.order import linearize, place_groups, split_packs, steps_by_gpu, update_owner
 from sim.errors import PlanError
 from sim.plan import HarmonyPlan, Policy, UpdateOn
 from sim.schedule import TaskKind
+from traces.costs import Costs
+from traces.synthetic import uniform_trace, with_frozen
 
 
 def plan(policy: Policy, **overrides) -> HarmonyPlan:
@@ -16,9 +19,15 @@ def plan(policy: Policy, **overrides) -> HarmonyPlan:
     return HarmonyPlan(**(fields | overrides))
 
 
-def drawn(plan: HarmonyPlan, updated: frozenset = frozenset()) -> str:
-    letter = {TaskKind.FORWARD: "F", TaskKind.BACKWARD: "B", TaskKind.UPDATE: "U"}
-    steps = linearize(plan, steps_by_gpu(plan, place_groups(plan), updated))
+def drawn(plan: HarmonyPlan, updated: frozenset = frozenset(), split: frozenset = frozenset()) -> str:
+    letter = {
+        TaskKind.FORWARD: "F",
+        TaskKind.BACKWARD: "B",
+        TaskKind.BACKWARD_INPUT: "I",
+        TaskKind.BACKWARD_WEIGHT: "W",
+        TaskKind.UPDATE: "U",
+    }
+    steps = linearize(plan, steps_by_gpu(plan, place_groups(plan), updated, split))
     return " ".join(f"{step.gpu}:{letter[step.kind]}{step.group.pack_index}.{step.microbatch}" for step in steps)
 
 
@@ -53,6 +62,40 @@ def test_data_parallel_owners_take_turns_in_the_order_of_the_gpus():
 
 def test_pipeline_order_overlaps_what_unit_times_overlap():
     assert drawn(plan(Policy.HARMONY_PP)) == "0:F0.0 0:F0.1 1:F1.0 0:F2.0 1:F1.1 0:F2.1 1:B1.0 0:B0.0 1:B1.1 0:B0.1"
+
+
+def split_order(apart: int, **overrides) -> str:
+    packs = ((0, 0), (1, 1), (2, 2))
+    fields = {"u_fwd": 1, "u_bwd": 1, "packs_fwd": packs[:2], "packs_bwd": packs, "minibatch": 3} | overrides
+    split = plan(Policy.HARMONY_PP, split_backward=apart, **fields)
+    ordered = drawn(split, frozenset({(2, 2), (1, 1)}), frozenset(packs[1:]))
+    return ordered[ordered.index("I") - 2 :]
+
+
+class TestBackwardsInTwoParts:
+    def test_make_weight_gradients_where_the_gpu_would_wait_or_at_the_end_of_the_group(self):
+        """The second GPU is busy with forwards when the first one hands it gradients."""
+        assert split_order(3) == (
+            "0:I2.0 1:F1.2 0:I2.1 1:I1.0 0:I2.2 1:I1.1 0:W2.0 1:I1.2 0:W2.1 1:W1.0 0:W2.2 1:W1.1 0:B0.0 1:W1.2 "
+            "0:B0.1 0:B0.2"
+        )
+
+    def test_run_ahead_by_no_more_than_they_may(self):
+        assert split_order(1) == (
+            "0:I2.0 1:F1.2 0:W2.0 1:I1.0 0:I2.1 1:W1.0 0:W2.1 1:I1.1 0:I2.2 1:W1.1 0:W2.2 1:I1.2 0:B0.0 1:W1.2 "
+            "0:B0.1 0:B0.2"
+        )
+
+    def test_end_before_the_update(self):
+        assert "1:W1.2 1:U1" in split_order(2, update=UpdateOn.GPU).replace(" 0:B0.0", "").replace(" 0:B0.1", "")
+
+    def test_are_of_packs_that_others_wait_for_and_that_have_weights(self):
+        packs = tuple((at, at) for at in range(5))
+        split = plan(Policy.HARMONY_PP, split_backward=1, packs_fwd=packs[:4], packs_bwd=packs)
+        costs = Costs(with_frozen(uniform_trace(5), [2]))
+        assert split_packs(split, costs) == {(1, 1), (3, 3)}  # pack 4 is the loss, pack 0 has data as its input
+        assert split_packs(replace(split, split_backward=0), costs) == frozenset()
+        assert split_packs(replace(split, policy=Policy.HARMONY_DP), costs) == frozenset()
 
 
 def test_a_backward_microbatch_waits_for_the_forward_ones_that_cover_it():

@@ -75,6 +75,7 @@ def harmony_plans(draw: st.DrawFn, gpus: int, layers: int) -> HarmonyPlan:
         prefetch=draw(st.booleans()),
         stash=tuple(draw(places) for _ in packs_bwd[1:-1]),
         gpu_order=draw(st.none() | st.permutations(range(gpus)).map(tuple)),
+        split_backward=draw(st.integers(0, 3)),
     )
 
 

@@ -124,7 +124,7 @@ def test_the_best_is_the_best_of_all_plans(policy: Policy, trace: str, machine: 
         with pytest.raises(NothingFits):
             search(costs.trace, on, minibatch, policies=wanted)
         return
-    found = search(costs.trace, on, minibatch, policies=wanted, top=3, max_simulated=EVERYTHING)
+    found = search(costs.trace, on, minibatch, policies=wanted, top=3, max_simulated=EVERYTHING, max_variations=0)
     fastest = sorted(expected.values())
     assert [each.step_time_ns for each in found.top] == fastest[:3]
     assert all(expected[each.plan] == each.step_time_ns for each in found.top)
@@ -135,7 +135,7 @@ def test_the_best_is_the_best_of_all_plans(policy: Policy, trace: str, machine: 
 
 def tight_search(**options: Any) -> SearchResult:
     """All policies where memory is short; some plans do not fit, others do."""
-    return search(TRACES["uniform"], MACHINES["tight"], 4, policies=tuple(Policy), **options)
+    return search(TRACES["uniform"], MACHINES["tight"], 4, policies=tuple(Policy), **{"max_variations": 0, **options})
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +293,7 @@ def agrees(plan: Plan, choice: PlanChoice) -> bool:
 def test_a_choice_is_kept(choice: PlanChoice) -> None:
     """Of what it admits the best is found."""
     trace, machine = TRACES["skewed"], MACHINES["two"]
-    kept = search(trace, machine, 4, choice=choice, max_simulated=EVERYTHING)
+    kept = search(trace, machine, 4, choice=choice, max_simulated=EVERYTHING, max_variations=0)
     assert all(agrees(each.plan, choice) for each in kept.top)
     allowed = [p for policy in (DP, PP) for p in all_plans(policy, 4, Costs(trace), machine)]
     rest = {name: value for name, value in choice.fixed().items() if name in ("reduce", "prefetch")}
@@ -379,11 +379,21 @@ def test_the_best_vary_and_the_bound_is_of_candidates() -> None:
 def test_variations_keep_to_their_limit_and_to_what_is_fixed() -> None:
     assert crossing_search(max_simulated=8, max_variations=1).counts.varied == 1
     for order in (CROSSING, (0, 1, 2, 3)):
-        found = crossing_search(choice=PlanChoice(gpu_order=order), max_simulated=8)
+        found = crossing_search(choice=PlanChoice(gpu_order=order, split_backward=0), max_simulated=8)
         assert {each.plan.gpu_order for each in found.top} == {order}
         assert found.counts.varied == 0
     with pytest.raises(PlanError, match="-1 variations"):
         crossing_search(max_variations=-1)
+
+
+@pytest.mark.parametrize("apart", [1, 4])
+def test_of_plans_with_backwards_in_two_parts_the_best_is_found(apart: int) -> None:
+    trace, machine = TRACES["skewed"], MACHINES["two"]
+    plans = [replace(each, split_backward=apart) for each in all_plans(PP, 4, Costs(trace), machine)]
+    found = search(
+        trace, machine, 4, policies=(PP,), choice=PlanChoice(split_backward=apart), max_simulated=EVERYTHING, top=3
+    )
+    assert [each.step_time_ns for each in found.top] == sorted(times_ns(plans, Costs(trace), machine).values())[:3]
 
 
 def test_an_order_of_other_gpus_is_refused() -> None:

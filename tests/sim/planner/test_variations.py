@@ -35,6 +35,15 @@ def test_gpus_take_turns_across_switches_or_in_ascending_order() -> None:
     assert varied(plan(gpus=4, minibatch=8), "gpu_order", load_machine("4x1080ti")) == []
 
 
+def test_backwards_are_split_where_another_pack_waits_for_one_with_weights() -> None:
+    split = replace(PLAN, gpus=2, packs_fwd=((0, 0), (1, 1)), packs_bwd=((0, 0), (1, 1), (2, 2)), minibatch=6)
+    found = [
+        each.split_backward for each in variations(split, Costs(uniform_trace(3)), load_machine("4x1080ti"), Space())
+    ]
+    assert found == [1, 2, 4, 6]
+    assert varied(PLAN, "split_backward") == []  # its second pack is the loss
+
+
 def test_what_the_space_fixes_stays() -> None:
     assert varied(PLAN, "gpu_order", space=Space(gpu_order=(None,))) == []
 

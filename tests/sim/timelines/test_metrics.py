@@ -121,6 +121,8 @@ def test_summary_of_a_simulation() -> None:
         "slots": None,
         "prefetch": True,
         "stash": "swap",
+        "gpu_order": None,
+        "split_backward": 0,
     }
     assert figures["step_time_s"] == 744e-9
     assert figures["step_times_s"] == [744e-9, 744e-9]
