@@ -57,6 +57,7 @@ SIMULATE = ("simulate", "t.json", "-m", "4x1080ti", "--gpus", "2", "--minibatch"
 COMMANDS = [
     ("demo",),
     ("profile",),
+    ("import",),
     ("calibrate",),
     ("machines",),
     ("trace", "show"),

@@ -28,6 +28,9 @@ _WORST_LAST = (
 )
 
 
+_MEMORY_COLUMNS = frozenset({"saved_bytes", "workspace_bytes", "forward_workspace_bytes"})
+
+
 def worst(provenances: Iterable[Provenance]) -> Provenance:
     """The least trustworthy of them; of none, MEASURED. Between profiled sizes counts as worse than modelled."""
     return max(provenances, key=_WORST_LAST.index, default=Provenance.MEASURED)
@@ -214,8 +217,12 @@ class Costs:
         return self._times[phase].provenance(layer, u)
 
     def size_provenance(self, layer: int, u: int) -> Provenance:
-        """Where this layer's bytes of a microbatch come from."""
+        """Where the bytes of a microbatch at this layer's boundaries come from."""
         return self._input.provenance(layer, u)
+
+    def memory_provenance(self, layer: int, u: int) -> Provenance:
+        """Where saved and workspace bytes of a microbatch come from."""
+        return self._saved.provenance(layer, u)
 
     def pack_provenance(self, first: int, last: int, phase: Phase, u: int) -> Provenance:
         """The worst of the run's layers."""
@@ -279,11 +286,13 @@ class Costs:
         columns |= {name: _Column("sizes", self._source, self.extrapolate) for name in derived}
         for row in self.trace.sizes:
             for name in names:
-                columns[name].put(row.layer, row.microbatch, getattr(row, name), row.provenance)
+                provenance = row.memory_provenance if name in _MEMORY_COLUMNS else None
+                columns[name].put(row.layer, row.microbatch, getattr(row, name), provenance or row.provenance)
             if row.layer < self.layer_count:
+                provenance = row.memory_provenance or row.provenance
                 for name, modelled in zip(derived, self._derived_bytes(row), strict=True):
                     told = getattr(row, name)
-                    columns[name].put(row.layer, row.microbatch, modelled if told is None else told, row.provenance)
+                    columns[name].put(row.layer, row.microbatch, modelled if told is None else told, provenance)
         return columns
 
     def _derived_bytes(self, row: SizeRow) -> tuple[int, int, int]:

@@ -13,7 +13,11 @@ from .errors import TraceError
 from .schema import FORMAT, VERSION, Layer, Phase, Provenance, SizeRow, TiedWeight, TimeRow, Trace
 
 _ROW_TYPES: dict[str, type[msgspec.Struct]] = {"layers": Layer, "times": TimeRow, "sizes": SizeRow}
-_CHOICES: dict[str, type[Phase] | type[Provenance]] = {"phase": Phase, "provenance": Provenance}
+_CHOICES: dict[str, type[Phase] | type[Provenance]] = {
+    "phase": Phase,
+    "provenance": Provenance,
+    "memory_provenance": Provenance,
+}
 _HEADER_KEYS = ("format", "version")
 
 _PATH = re.compile(r" - at `\$(?P<path>[^`]*)`$")

@@ -114,8 +114,10 @@ class SizeRow(_Row, frozen=True):
 
     Of a backward in two parts, ``held_bytes`` stay alive from the first part to the second: what was saved, and the
     gradients from which those of the parameters follow (of layers without trained parameters only what was saved).
-    ``parts_workspace_bytes`` is the most that either part, the forward before the first included, takes besides.
-    None: the trace does not say.
+    ``parts_workspace_bytes`` is the most that either part, the forward before the first included, takes besides. None:
+    the trace does not say.
+
+    ``provenance`` is of what crosses the layer's boundaries, ``memory_provenance`` of all else (None: as well).
     """
 
     layer: Index
@@ -130,6 +132,7 @@ class SizeRow(_Row, frozen=True):
     held_bytes: Bytes | None = None
     parts_workspace_bytes: Bytes | None = None
     provenance: Provenance = Provenance.MEASURED
+    memory_provenance: Provenance | None = None
 
 
 class Trace(_Row, frozen=True):

@@ -14,8 +14,10 @@ def summarize(trace: Trace) -> dict[str, Any]:
     """Totals over all layers, as plain JSON values.
 
     Weights count a tied parameter once. ``times`` has an entry for each microbatch size at which both passes and the
-    sizes were profiled; its ``provenance`` is, for each figure, the least trustworthy among the layers.
-    ``update_cpu_s`` and ``update_gpu_s`` are None where the trace has no such rows.
+    sizes were profiled; its ``provenance`` is, for each figure, the least trustworthy among the layers (``memory``: of
+    saved and workspace bytes).
+    ``update_cpu_s`` and ``update_gpu_s`` are None where the trace has no such rows; the ``provenance`` beside them is
+    theirs.
     """
     costs = Costs(trace)
     groups = trace.tied_groups
@@ -41,6 +43,11 @@ def summarize(trace: Trace) -> dict[str, Any]:
         "optimizer_state_bytes": sum(layer.optimizer_state_bytes for layer in trace.layers),
         "update_cpu_s": _update_s(trace, Phase.UPDATE_CPU),
         "update_gpu_s": _update_s(trace, Phase.UPDATE_GPU),
+        "provenance": {
+            f"{phase.value}_s": worst(row.provenance for row in rows).value
+            for phase in (Phase.UPDATE_CPU, Phase.UPDATE_GPU)
+            if (rows := [row for row in trace.times if row.phase is phase])
+        },
         "times": [_times(costs, u) for u in sorted(profiled)],
     }
 
@@ -62,5 +69,6 @@ def _times(costs: Costs, u: int) -> dict[str, Any]:
             "forward_s": costs.pack_provenance(0, last, Phase.FORWARD, u).value,
             "backward_s": costs.pack_provenance(0, last, Phase.BACKWARD, u).value,
             "input_bytes": worst(costs.size_provenance(layer, u) for layer in layers).value,
+            "memory": worst(costs.memory_provenance(layer, u) for layer in layers).value,
         },
     }

@@ -1,7 +1,7 @@
 """The command ``harmony``. Commands turn words into values, call one function, and print what it returns.
 
-Here are the commands that plan and predict; those that run models are in ``runs``, those that look at timelines in
-``timelines``. Whatever is slow to import is imported by the command that uses it.
+Here are the commands that plan and predict; those that run models are in ``runs``, those about traces in ``traces``,
+those that look at timelines in ``timelines``. Whatever is slow to import is imported by the command that uses it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..plan import Policy
-from . import runs, timelines
+from . import runs, timelines, traces
 from .options import (
     Extrapolate,
     Json,
@@ -38,6 +38,7 @@ class _HarmonyCommands(Commands):
     order = (
         "demo",
         "profile",
+        "import",
         "calibrate",
         "machines",
         "trace",
@@ -63,8 +64,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-trace_commands = typer.Typer(help="Look into traces.", no_args_is_help=True)
-app.add_typer(trace_commands, name="trace")
+app.add_typer(traces.commands)
 app.add_typer(runs.commands)
 app.add_typer(timelines.commands)
 
@@ -108,18 +108,6 @@ def machines(
     else:
         machine = load_machine(name)
         out.result(machine_to_dict(machine), describe(machine))
-
-
-@trace_commands.command("show", epilog="Example: harmony trace show gpt2-xl@gtx-1080-ti")
-def trace_show(trace: TraceName, as_json: Json = False) -> None:
-    """What a trace says: what the model weighs, and how long its passes take."""
-    from traces.files import load_trace
-    from traces.summary import summarize
-
-    from .tables import trace_tables
-
-    summary = summarize(load_trace(trace))
-    Output(as_json).result(summary, *trace_tables(summary))
 
 
 @app.command(epilog="Example: harmony search gpt2-xl@gtx-1080-ti --machine 4x1080ti --minibatch 32 -o best.json")

@@ -50,7 +50,7 @@ def trace_tables(summary: dict[str, Any]) -> Iterator[Table]:
     )
     yield Table(
         "By microbatch size, all layers",
-        ("samples", "forward", "backward", "inputs of layers", "source of times"),
+        ("samples", "forward", "backward", "inputs of layers", "source of times", "of memory"),
         tuple(
             (
                 str(entry["microbatch"]),
@@ -58,6 +58,7 @@ def trace_tables(summary: dict[str, Any]) -> Iterator[Table]:
                 format_seconds(entry["backward_s"]),
                 format_bytes(entry["input_bytes"]),
                 ", ".join(sorted({entry["provenance"]["forward_s"], entry["provenance"]["backward_s"]})),
+                entry["provenance"]["memory"],
             )
             for entry in summary["times"]
         ),
@@ -123,6 +124,8 @@ def _headlines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "time goes to", ", ".join(f"{cause} {share:.0%}" for cause, share in shares if share >= 0.005)
     if "provenance" in summary:
         yield "layer times", ", ".join(f"{count} {source}" for source, count in summary["provenance"].items())
+    for caveat in summary["notes"].get("caveats", []):
+        yield "note", caveat
 
 
 def _held(held: dict[str, Any]) -> str:

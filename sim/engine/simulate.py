@@ -22,6 +22,7 @@ from ..timelines.replay import StepTimes, in_sequence
 from ..timelines.timeline import Timeline, TimelineInfo
 from ..units import NS_PER_S
 from .bounds import bound_ns
+from .caveats import caveats
 from .durations import CostDurations, Demands, Durations, forward_share, used_durations
 from .run import Run
 
@@ -57,11 +58,13 @@ def simulate(
             f"{steps} step(s) take {steps * step.duration_ns / NS_PER_S:.3g} s, and times end at "
             f"{_LONGEST_NS / NS_PER_S:.3g} s; look for a layer's time, a speed or a link that is out of all proportion"
         )
+    used = used_durations(schedule.tasks)
     info = replace(
         TimelineInfo.of(schedule, machine.name, "simulated", steps=steps),
         lower_bound_ns=bound_ns(schedule, demands),
         critical_path=critical_path(schedule, step, lambda task: forward_share(task, costs)),
-        provenance={where.value: count for where, count in costs.tally(used_durations(schedule.tasks)).items()},
+        provenance={where.value: count for where, count in costs.tally(used).items()},
+        notes={"caveats": found} if (found := caveats(costs, used)) else {},
     )
     return Timeline.from_times(schedule, info, in_sequence([step] * steps))
 

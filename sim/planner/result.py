@@ -106,7 +106,7 @@ class SearchResult:
             "seconds": self.seconds,
             "lower_bound_s": self.lower_bound_ns / NS_PER_S,
             "gap": self.gap,
-            "notes": list(self.notes),
+            "notes": [*self.notes, *self._caveats()],
         }
 
     def table(self) -> Table:
@@ -139,7 +139,12 @@ class SearchResult:
         ]
         if counts.varied:
             lines.append(f"{counts.varied} variations of the best were simulated too; of others no bound says anything")
-        return (*lines, *(refusal.line() for refusal in self.refusals), *self.notes)
+        return (*lines, *(refusal.line() for refusal in self.refusals), *self.notes, *self._caveats())
+
+    def _caveats(self) -> list[str]:
+        """Of the best of each policy, each once."""
+        each = (best.timeline.info.notes.get("caveats", []) for best in self.best_by_policy.values())
+        return list(dict.fromkeys(caveat for caveats in each for caveat in caveats))
 
     def _shown(self) -> list[Found]:
         """The top, and each policy's best if it is not among them."""

@@ -24,7 +24,7 @@ def test_totals_have_their_closed_form() -> None:
     assert at_two["forward_s"] == pytest.approx(4 * 2_100_000 / 1e9)
     assert at_two["backward_s"] == pytest.approx(8 * 2_100_000 / 1e9)
     assert at_two["input_bytes"] == 4 * 2 * 1_000_000
-    assert set(at_two["provenance"]) == {"forward_s", "backward_s", "input_bytes"}
+    assert set(at_two["provenance"]) == {"forward_s", "backward_s", "input_bytes", "memory"}
     assert json.loads(json.dumps(found)) == found
 
 

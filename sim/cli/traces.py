@@ -1,0 +1,56 @@
+"""Commands about traces: import, show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import Json, TraceName
+from .output import Output
+
+commands = typer.Typer()
+trace_commands = typer.Typer(help="Look into traces.", no_args_is_help=True)
+commands.add_typer(trace_commands, name="trace")
+
+
+@commands.command("import", epilog="Example: harmony import gtx1080ti/gpt2_xl -o gpt2-xl.json")
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A folder of CSV tables.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="T.json", help="Trace to write.")],
+    model: Annotated[str | None, typer.Option("--model", help="The model's name; default as the source says")] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="What it was measured on; default as the source says")
+    ] = None,
+    label_bytes: Annotated[
+        int | None, typer.Option("--label-bytes", min=0, help="Labels of one sample; default as the source says, or 0")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a trace of what others measured."""
+    from traces.files import save_trace
+    from traces.importing import import_trace
+    from traces.summary import summarize
+
+    from .tables import trace_tables
+
+    out = Output(as_json, output)
+    imported = import_trace(source, model=model, device=device, label_bytes_per_sample=label_bytes)
+    out.write(output, ".json", lambda path: save_trace(imported.trace, path))
+    for note in imported.notes:
+        out.say(f"note: {note}")
+    summary = summarize(imported.trace)
+    out.result(summary | {"notes": list(imported.notes)}, *trace_tables(summary))
+
+
+@trace_commands.command("show", epilog="Example: harmony trace show gpt2-xl@gtx-1080-ti")
+def trace_show(trace: TraceName, as_json: Json = False) -> None:
+    """What a trace says: what the model weighs, and how long its passes take."""
+    from traces.files import load_trace
+    from traces.summary import summarize
+
+    from .tables import trace_tables
+
+    summary = summarize(load_trace(trace))
+    Output(as_json).result(summary, *trace_tables(summary))
