@@ -1,12 +1,16 @@
-"""What the artifact knows of a model: its layers, profiled on a GTX 1080 Ti, from the tables beside its predictions."""
+"""What the artifact makes of a profile: times, memory and sizes of packs, by its own rules."""
 
 from __future__ import annotations
 
-import csv
 from bisect import bisect_left
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from sim.units import NS_PER_S
+from traces.importing.profile import BySize
+from traces.importing.profile_tables import read_profile
 
 REFERENCE = Path(__file__).parents[3] / "shared" / "reference"
 
@@ -17,16 +21,16 @@ class Profile:
     """Times, memory and sizes of packs. Figures between profiled microbatch sizes lie on a straight line, by layer."""
 
     def __init__(self, folder: Path) -> None:
-        times, memory = _rows(folder, "layer_time"), _rows(folder, "layer_memory")
-        self._seconds = {phase: _Table(_of(times, phase), "gpu_seconds") for phase in ("FWD", "BWD")}
-        self._memory = {phase: _Table(_of(memory, phase), "bytes") for phase in ("FWD", "BWD")}
-        self._inputs = _Table(_rows(folder, "activation"), "input_bytes")
-        self._state = [int(row["weight_bytes"]) + int(row["buffer_bytes"]) for row in _rows(folder, "layer_size")]
-        self._updates = [float(row["cpu_seconds"]) for row in _rows(folder, "update_time")]
+        profile = read_profile(folder)
+        self._times = {each.value: _Lines(by_size) for each, by_size in profile.times_ns.items()}
+        self._memory = {each.value: _Lines(by_size) for each, by_size in profile.peak_bytes.items()}
+        self._inputs = _Lines(profile.input_bytes)
+        self._state = [size.weight_bytes + size.buffer_bytes for size in profile.sizes]
+        self._updates = profile.update_cpu_ns or ()
 
     def seconds(self, phase: Phase, first: int, last: int, u: int) -> float:
         """One microbatch of ``u`` samples through a pack. BWD contains a forward."""
-        return sum(self._seconds[phase].at(u)[first : last + 1])
+        return float(sum(self._times[phase].at(u)[first : last + 1])) / NS_PER_S
 
     def memory_bytes(self, phase: Phase, first: int, last: int, u: int) -> int:
         """A pack's layers, each with its own peak; tensors between two of them count once."""
@@ -43,21 +47,17 @@ class Profile:
 
     def update_seconds(self, first: int, last: int) -> float:
         """Optimizer step of a pack on the CPU."""
-        return sum(self._updates[first : last + 1])
+        return float(sum(self._updates[first : last + 1])) / NS_PER_S
 
 
-class _Table:
-    """A figure for every layer at the profiled microbatch sizes."""
+class _Lines:
+    """A figure for every layer at any microbatch size between the least and the largest profiled."""
 
-    def __init__(self, rows: list[dict[str, str]], column: str) -> None:
-        self._by_size: dict[int, list[float]] = {}
-        for row in rows:
-            figures = self._by_size.setdefault(int(row["microbatch"]), [])
-            assert len(figures) == int(row["layer"])
-            figures.append(_number(row[column]))
-        self._profiled = sorted(self._by_size)
+    def __init__(self, profiled: BySize[Any]) -> None:
+        self._profiled = profiled.microbatches
+        self._by_size: dict[int, Sequence[Any]] = dict(profiled.rows)
 
-    def at(self, u: int) -> list[float]:
+    def at(self, u: int) -> Sequence[Any]:
         """The figures at this size, by layer."""
         if u not in self._by_size:
             if not self._profiled[0] < u < self._profiled[-1]:
@@ -77,16 +77,3 @@ class _Table:
 def profile_of(model: str) -> Profile:
     """The profile of one of the artifact's models."""
     return Profile(REFERENCE / "gtx1080ti" / model)
-
-
-def _rows(folder: Path, table: str) -> list[dict[str, str]]:
-    with (folder / f"{table}.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def _of(rows: list[dict[str, str]], phase: str) -> list[dict[str, str]]:
-    return [row for row in rows if row["phase"] == phase]
-
-
-def _number(text: str) -> float:
-    return int(text) if text.isdecimal() else float(text)

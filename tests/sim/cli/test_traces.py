@@ -92,7 +92,7 @@ def test_modelled_updates_beside_measured_passes_are_pointed_out(tmp_path: Path)
 
 
 @pytest.mark.skipif(not REFERENCE.exists(), reason="the measured profiles are not beside this checkout")
-@pytest.mark.parametrize("model", sorted(folder.name for folder in REFERENCE.glob("*/")) if REFERENCE.exists() else [])
+@pytest.mark.parametrize("model", ["gpt2_b_1layer", "bert_96", "gpt2_10b", "resnet1026"])
 def test_measured_models_are_simulated_and_searched(model: str) -> None:
     succeed("import", str(REFERENCE / model), "-o", "t.json")
     simulated = json_of(*SIMULATE, "--host-memory", "unlimited")
