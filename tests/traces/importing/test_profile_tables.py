@@ -152,7 +152,7 @@ MUTANTS = {
     ),
     "a backward shorter than the forward in it": (
         ("layer_time.csv", "BWD,1,2,0.003500006", "BWD,1,2,0.0003500006"),
-        ("layer 2, microbatch 1: BWD takes 350000.6", "less than the 1000002 ns of FWD"),
+        ("layer 2, microbatch 1: BWD takes 350000.6", "less than the 1000002 ns of the FWD"),
     ),
     "less memory than the weights": (
         ("layer_memory.csv", "BWD,1,0,8010080", "BWD,1,0,10080"),
