@@ -52,10 +52,12 @@ class UpdateOn(Enum):
 
 
 class Reduce(Enum):
-    """How data-parallel gradients are added: ring all-reduce between GPUs, or in host memory in rank order."""
+    """How data-parallel gradients are added: by a ring all-reduce between GPUs; in host memory in rank order; or by a
+    reduce-scatter between GPUs, after which each GPU sends home, or updates, its shard of the sum."""
 
     RING = "ring"
     HOST = "host"
+    SCATTER = "scatter"
 
 
 class StashPlace(Enum):

@@ -49,6 +49,9 @@ class TaskKind(Enum):
     unless the task says otherwise. In two parts, ``BACKWARD_INPUT`` repeats the forward and makes the gradient of the
     layers' input, and ``BACKWARD_WEIGHT`` adds to those of their parameters from the workspace that the first one left.
     ``REDUCE`` adds the GPUs' gradients in host memory; ``UPDATE`` is on the host (``gpu`` None) or on a GPU.
+    ``ALLREDUCE`` adds them over all GPUs, in place. ``REDUCE_SCATTER`` leaves each GPU its shard of the sum, added to
+    what was in the shard's buffer if it reads that too. ``ALL_GATHER`` puts the shards that the GPUs have together, on
+    each of them.
     """
 
     FORWARD = "forward"
@@ -58,6 +61,8 @@ class TaskKind(Enum):
     UPDATE = "update"
     REDUCE = "reduce"
     ALLREDUCE = "allreduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
     SWAP_IN = "swap_in"
     SWAP_OUT = "swap_out"
     P2P = "p2p"
@@ -70,7 +75,12 @@ class TaskKind(Enum):
     @property
     def is_copy(self) -> bool:
         """True for tasks that move bytes between memories."""
-        return self in (TaskKind.SWAP_IN, TaskKind.SWAP_OUT, TaskKind.P2P, TaskKind.ALLREDUCE)
+        return self.is_collective or self in (TaskKind.SWAP_IN, TaskKind.SWAP_OUT, TaskKind.P2P)
+
+    @property
+    def is_collective(self) -> bool:
+        """True for what all GPUs do together, over a ring of all of them."""
+        return self in (TaskKind.ALLREDUCE, TaskKind.REDUCE_SCATTER, TaskKind.ALL_GATHER)
 
 
 class Lane(Enum):
@@ -95,6 +105,7 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ``offset`` is its place in the GPU's arena; None: the buffer is counted, not placed (paged plans, host).
     ``layer_last`` differs from ``layer_first`` only for weights, buffers, gradients, optimizer state and workspace.
     ``is_saved``: a stash of what autograd saved in the layer's forward besides its input and its output.
+    ``shard``: it holds only this shard of the layers' tensors (``shards.py``); None: all of them.
     """
 
     id: int
@@ -105,25 +116,28 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     bytes: int
     samples: Interval | None = None
     is_saved: bool = False
+    shard: int | None = None
     offset: int | None = None
 
     def __str__(self) -> str:
         """A buffer as a person reads it: ``buffer 7 (weight 0-3, 400 B at 512 on gpu 0)``."""
         run = f"{self.layer_first}-{self.layer_last}" if self.layer_first != self.layer_last else f"{self.layer_first}"
         where = "the host" if self.gpu is None else f"gpu {self.gpu}"
+        part = "" if self.shard is None else f" shard {self.shard}"
         at = "" if self.offset is None else f" at {self.offset}"
-        return f"buffer {self.id} ({self.kind.value} {run}, {self.bytes} B{at} on {where})"
+        return f"buffer {self.id} ({self.kind.value} {run}{part}, {self.bytes} B{at} on {where})"
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """One entry of the total order.
 
-    ``gpu`` None is the host (updates, reductions) or, for an all-reduce, all GPUs. A P2P copy is one task on the
+    ``gpu`` None is the host (updates, reductions) or, for a collective, all GPUs. A P2P copy is one task on the
     sender's ``p2p_out`` lane and, as ``peer`` names the receiver, also takes its place in the receiver's ``p2p_in``.
-    ``bytes`` (copies only) are counted once per copy; of an all-reduce, as sent by all GPUs together.
+    ``bytes`` (copies only) are counted once per copy; of a collective, as sent by all GPUs together.
     ``reads``, ``writes``, ``allocates``, ``frees`` are buffer ids. Home tensors (weights, gradients, optimizer state,
     buffers and data in the host store) are not buffers; a swap without a host buffer copies from or to them.
-    ``microbatch`` counts within its GPU's share. ``recompute`` is of backwards, ``is_saved`` as of buffers.
+    ``microbatch`` counts within its GPU's share. ``recompute`` is of backwards, ``is_saved`` as of buffers. ``shard``:
+    it copies or updates only this shard of its layers' tensors.
     """
 
     id: int
@@ -137,6 +151,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tensor_kind: TensorKind | None = None
     bytes: int = 0
     is_saved: bool = False
+    shard: int | None = None
     peer: int | None = None
     recompute: bool = True
     waits_for: tuple[int, ...] = ()
@@ -161,6 +176,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         what = f"{self.kind.value} {self.tensor_kind.value}" if self.tensor_kind else self.kind.value
         run = f"{self.layer_first}-{self.layer_last}" if self.layer_last != self.layer_first else f"{self.layer_first}"
         part = f" m{self.microbatch}" if self.microbatch is not None else ""
+        part += f" shard {self.shard}" if self.shard is not None else ""
         where = "host" if self.gpu is None else f"gpu {self.gpu}"
         return f"{what} {run}{part} on {where} {self.lane.value} (task {self.id})"
 

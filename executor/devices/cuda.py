@@ -22,7 +22,7 @@ from sim.hardware.machine import Machine
 from sim.schedule import Lane, LaneKey
 
 from ..errors import DeviceError
-from .facade import Copy, Mark, Overruns, Queue, T
+from .facade import Copy, Mark, Overruns, Queue, Sum, T
 
 REDUCED_BYTES = 16 * 2**20
 """An all-reduce goes on in pieces of this size, of which each GPU holds two beside its gradients."""
@@ -163,6 +163,14 @@ class _LaneQueue:
         """Sums over GPUs."""
         raise self._refusal("reduce")
 
+    def reduce_scatter(self, sums: Sequence[Sum], gpus: int) -> None:
+        """Sums over GPUs, each for one of them."""
+        raise self._refusal("reduce")
+
+    def all_gather(self, copies: Sequence[Copy], gpus: int) -> None:
+        """Copies from all GPUs to all."""
+        raise self._refusal("gather")
+
     def _refusal(self, what: str) -> ValueError:
         return ValueError(f"a lane of {type(self).__name__} does not {what}")
 
@@ -220,14 +228,34 @@ class CollectiveQueue(_LaneQueue):
     def all_reduce(self, shares: Sequence[Tensor]) -> None:
         """Every GPU adds one part of all shares in rank order, and gives the sum to all: each sends 2(N-1)/N of its
         share, as in a ring."""
-        with ExitStack() as stack:
-            # Copies between GPUs run on the current streams of both.
-            for stream in self._streams[: len(shares)]:
-                stack.enter_context(torch.cuda.stream(stream))
+        with self._current(len(shares)):
             length = max(1, REDUCED_BYTES // shares[0].element_size())
             for owner, parts in enumerate(zip(*(share.tensor_split(len(shares)) for share in shares), strict=True)):
                 for start in range(0, parts[0].numel(), length):
                     _add_on(shares[owner].device, [part[start : start + length] for part in parts])
+
+    def reduce_scatter(self, sums: Sequence[Sum], gpus: int) -> None:
+        """Every GPU adds what it is to have, in rank order: together they send what a ring would."""
+        with self._current(gpus):
+            for target, addends in sums:
+                length = max(1, REDUCED_BYTES // target.element_size())
+                for start in range(0, target.numel(), length):
+                    pieces = [addend[start : start + length] for addend in addends]
+                    target[start : start + length].copy_(_added(target.device, pieces), non_blocking=True)
+
+    def all_gather(self, copies: Sequence[Copy], gpus: int) -> None:
+        """Copy from GPU to GPU without waiting."""
+        with self._current(gpus):
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+
+    @contextmanager
+    def _current(self, gpus: int) -> Iterator[None]:
+        """Copies between GPUs run on the current streams of both."""
+        with ExitStack() as stack:
+            for stream in self._streams[:gpus]:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
 
 
 class HostQueue(_LaneQueue):
@@ -255,8 +283,14 @@ def _record(gpu: int, stream: torch.cuda.Stream) -> _Event:
 
 def _add_on(device: torch.device, pieces: Sequence[Tensor]) -> None:
     """Add pieces, which lie on different devices, on one of them; leave the sum in all."""
+    total = _added(device, pieces)
+    for piece in pieces:
+        piece.copy_(total, non_blocking=True)
+
+
+def _added(device: torch.device, pieces: Sequence[Tensor]) -> Tensor:
+    """The sum of pieces that lie on different devices."""
     total = pieces[0].to(device, non_blocking=True, copy=True)
     for piece in pieces[1:]:
         total += piece.to(device, non_blocking=True)
-    for piece in pieces:
-        piece.copy_(total, non_blocking=True)
+    return total

@@ -25,7 +25,7 @@ from sim.hardware.machine import Machine
 from sim.schedule import Lane, LaneKey
 from sim.units import NS_PER_S
 
-from .facade import Aborted, Copy, Mark, Overruns, T
+from .facade import Aborted, Copy, Mark, Overruns, Sum, T
 from .links import Load, SharedLinks
 from .processor import SteadyClock, quiet
 
@@ -187,6 +187,21 @@ class EmulatedQueue:
         loads = [Load(route, ring_edge_bytes(shares[0].nbytes, len(shares))) for route in routes]
         self._devices.links.carry(loads, _add_up(shares))
 
+    def reduce_scatter(self, sums: Sequence[Sum], gpus: int) -> None:
+        """Add one sum after the other, as fast as a ring would."""
+        total = sum([each.target.nbytes for each in sums])
+        self._devices.links.carry(self._ring_loads((gpus - 1) * total, gpus), _add_into(sums, total))
+
+    def all_gather(self, copies: Sequence[Copy], gpus: int) -> None:
+        """Copy piece by piece, as fast as a ring would."""
+        total = sum([copy.target.nbytes for copy in copies])
+        self._devices.links.carry(
+            self._ring_loads(total * (gpus - 1) / gpus, gpus), _copy_pieces(copies, total, PIECE_BYTES)
+        )
+
+    def _ring_loads(self, sent_bytes: float, gpus: int) -> list[Load]:
+        return [Load(route, sent_bytes / gpus) for route in self._devices.fabric.ring(gpus)]
+
     def _carry(self, copies: Sequence[Copy], peer: int | None) -> None:
         way = self._ways.get(peer)
         if way is None:
@@ -239,3 +254,19 @@ def _add_up(shares: Sequence[Tensor]) -> Iterator[float]:
         for piece in pieces:
             piece.copy_(total)
         yield min(1.0, (start + length) / count)
+
+
+def _add_into(sums: Sequence[Sum], total: int) -> Iterator[float]:
+    """Add flat tensors, piece by piece; yields the share that is done."""
+    done = 0
+    for target, addends in sums:
+        length = max(1, PIECE_BYTES // target.element_size())
+        for start in range(0, target.numel(), length):
+            first, *others = [addend[start : start + length] for addend in addends]
+            added = first.clone()
+            for other in others:
+                added += other
+            piece = target[start : start + length]
+            piece.copy_(added)
+            done += piece.nbytes
+            yield done / total

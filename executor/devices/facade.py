@@ -39,6 +39,14 @@ class Copy(NamedTuple):
     source: Tensor
 
 
+class Sum(NamedTuple):
+    """Flat tensors of the same length and dtype, on different GPUs in rank order, to be added into ``target``, which
+    may be one of them."""
+
+    target: Tensor
+    addends: Sequence[Tensor]
+
+
 @dataclass(frozen=True)
 class Overruns:
     """Tasks that took longer than their device is supposed to, and by how much together.
@@ -81,6 +89,12 @@ class Queue(Protocol):
 
         They are added in rank order, whatever way they travel, so that results do not depend on timing.
         """
+
+    def reduce_scatter(self, sums: Sequence[Sum], gpus: int) -> None:
+        """Leave each sum at its target, added in rank order; as a ring of the first ``gpus`` GPUs does it."""
+
+    def all_gather(self, copies: Sequence[Copy], gpus: int) -> None:
+        """Copy what each of the first ``gpus`` GPUs has to all of them, itself included; as a ring of them does it."""
 
 
 class Devices(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +104,10 @@ class Calculations:
         for index, layer in enumerate(model.layers):
             for name, parameter in layer.trainable.items():
                 self._users.setdefault(parameter.tensor, []).append((index, (name, "")))
-        self._states: list[dict[nn.Parameter, State]] = [{} for _ in places.homes]
+        # What of the optimizer's state does not move: for each home, or for each shard if shards are updated.
+        updates = schedule.copies(TaskKind.UPDATE)
+        sharers = schedule.plan.gpus if any(task.shard is not None for task in updates) else len(places.homes)
+        self._states: list[dict[nn.Parameter, State]] = [{} for _ in range(sharers)]
         self._adopt_state()
 
     def forward(self, task: Task, queue: Queue, context: StepContext) -> None:
@@ -181,23 +185,32 @@ class Calculations:
         weights = self._read(task, TensorKind.WEIGHT)
         gradients = self._read(task, TensorKind.GRADIENT)
         states = self._read(task, TensorKind.OPTIMIZER_STATE)
+        views = self._views if task.shard is None else partial(self._shard_views, task.shard)
         moved = []
         for layer in _layers(task):
-            state = self._views(states[layer], layer) if layer in states else {}
+            state = views(states[layer], layer) if layer in states else {}
+            own = views(gradients[layer], layer) if layer in gradients else {}
             for name, named in self._model.owned(layer).items():
+                if (name, "") not in own:
+                    continue  # no element of it is in the shard
+                weight = self._views(weights[layer], layer)[name, ""]
+                if task.shard is not None:
+                    weight = self._places.shards.of(weight, layer, name, task.shard)
                 moved.append(
                     Moved(
                         parameter=named.tensor,
-                        weight=self._views(weights[layer], layer)[name, ""],
-                        gradient=self._total(named.tensor, lambda user: self._views(gradients[user], user)),
+                        weight=weight,
+                        gradient=self._total(named.tensor, lambda user: views(gradients[user], user)),
                         state={entry: view for (owner, entry), view in state.items() if owner == name},
                     )
                 )
-        replica = self._places.replica(task.gpu)
-        self._optimizer.update_on_gpu(moved, self._states[replica])
-        if replica == 0:
+        place = self._places.replica(task.gpu) if task.shard is None else task.shard
+        kept = self._states[place]
+        self._optimizer.update_on_gpu(moved, kept)
+        if place == 0 or task.shard is not None:
+            updated = {item.parameter: kept[item.parameter] for item in moved if item.parameter in kept}
             for layer in _layers(task):
-                self._show_state(layer)
+                self._show_state(layer, updated)
 
     def _total(self, parameter: nn.Parameter, views: Callable[[int], dict[SlotKey, Tensor]]) -> Tensor:
         """A parameter's gradient: the sum over the layers that use it, in their order, in the first one's place."""
@@ -223,21 +236,23 @@ class Calculations:
                 state = self._optimizer.optimizer.state.get(named.tensor)
                 if not state or not self._places.layouts[TensorKind.OPTIMIZER_STATE].bytes[layer]:
                     continue
-                for home, states in zip(self._places.homes, self._states, strict=True):
-                    left = dict(state)
-                    for (owner, entry), view in home.views(TensorKind.OPTIMIZER_STATE, layer).items():
-                        if owner == name:
-                            view.copy_(left.pop(entry))
+                left = dict(state)
+                for owner, entry in self._places.homes[0].views(TensorKind.OPTIMIZER_STATE, layer):
+                    if owner == name:
+                        value = left.pop(entry)
+                        for home in self._places.homes:
+                            home.views(TensorKind.OPTIMIZER_STATE, layer)[owner, entry].copy_(value)
+                for states in self._states:
                     states[named.tensor] = copy.deepcopy(left)
-            self._show_state(layer)
+            self._show_state(layer, self._states[0])
 
-    def _show_state(self, layer: int) -> None:
-        """Let the optimizer see the state that lies in the model's own home."""
+    def _show_state(self, layer: int, states: Mapping[nn.Parameter, State]) -> None:
+        """Let the optimizer see the state that lies in the model's own home, and ``states`` that do not move."""
         views = self._places.homes[0].views(TensorKind.OPTIMIZER_STATE, layer)
         for name, named in self._model.owned(layer).items():
-            if named.tensor in self._states[0]:
+            if named.tensor in states:
                 moving = {entry: view for (owner, entry), view in views.items() if owner == name}
-                self._optimizer.optimizer.state[named.tensor] = {**self._states[0][named.tensor], **moving}
+                self._optimizer.optimizer.state[named.tensor] = {**states[named.tensor], **moving}
 
     # Forward and backward
 
@@ -321,6 +336,10 @@ class Calculations:
                 for name in self._model.layers[layer].trainable:
                     views[name, ""].requires_grad_()
         return views
+
+    def _shard_views(self, shard: int, number: int, layer: int) -> dict[SlotKey, Tensor]:
+        """What a shard has of a layer's tensors in a buffer of state, flat."""
+        return self._places.shards.views(self._buffers[number], self._places.block(number).bytes, layer, shard)
 
     def _find_roles(self, task: Task) -> _Roles:
         layers, samples = range(task.layer_first, task.layer_last + 1), task.samples

@@ -13,11 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from ..errors import OptimizerError
 from .layout import StateEntries
+
+_ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.RMSprop, optim.Adagrad,
+    optim.Adadelta, optim.ASGD, optim.Rprop,
+)  # fmt: skip
+"""Optimizers of torch that update every element by itself, so that pieces of tensors come out as whole ones would."""
 
 OptimizerFactory = Callable[[Any], Optimizer]
 """parameters → optimizer."""
@@ -27,7 +33,8 @@ State = dict[str, Any]
 
 
 class Moved(NamedTuple):
-    """A parameter that is updated on a GPU: the parameter itself, and where its tensors lie there."""
+    """A parameter, or a shard of one (flat), that is updated on a GPU: the parameter itself, and where its tensors lie
+    there."""
 
     parameter: nn.Parameter
     weight: Tensor
@@ -45,6 +52,16 @@ class PackOptimizer:
             self._group_of.update((parameter, index) for parameter in group["params"])
             for parameter in group["params"][:1]:
                 self._state_of(parameter)
+
+    def check_shards(self) -> None:
+        """Raises OptimizerError unless each element is updated by itself, as updates of shards need."""
+        if type(self.optimizer) not in _ELEMENTWISE:
+            known = ", ".join(each.__name__ for each in _ELEMENTWISE)
+            raise OptimizerError(
+                f"{self._name} is not known to update every element by itself, and with reduce=scatter and update=gpu "
+                f"each GPU updates a piece of every tensor; those that do are {known}: use one of them, or plan with "
+                "--update cpu or --reduce ring"
+            )
 
     def state_entries(self, parameter: nn.Parameter) -> StateEntries:
         """What the optimizer keeps for a parameter in the parameter's own shape.

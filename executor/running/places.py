@@ -12,15 +12,19 @@ from ..errors import NeverFreed
 from ..models.layers import LayerModel
 from .arena import Arena, Block
 from .layout import Layouts
+from .shards import ShardLayouts
 from .store import Home, Minibatch
 
 
 class Places:
     """Memory of a run. Lanes allocate and free as their tasks say; several at once."""
 
-    def __init__(self, schedule: Schedule, model: LayerModel, layouts: Layouts, devices: Devices) -> None:
+    def __init__(
+        self, schedule: Schedule, model: LayerModel, layouts: Layouts, shards: ShardLayouts, devices: Devices
+    ) -> None:
         self.buffers: Sequence[Buffer] = schedule.buffers
         self.layouts = layouts
+        self.shards = shards
         self._devices = devices
         self._arenas = [
             Arena(gpu, schedule.buffers, cap, partial(devices.gpu_bytes, gpu))

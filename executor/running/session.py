@@ -19,6 +19,7 @@ from .lanes import LaneRunner, Walked
 from .layout import HOME_KINDS, Layouts, StateEntries, layouts
 from .optimizer import PackOptimizer
 from .places import Places
+from .shards import ShardLayouts
 from .transfers import Transfers
 
 
@@ -36,7 +37,8 @@ class Session:
     The model's parameters and buffers move into the host store and stay its own: after every step they are current, and
     so is the optimizer's state. ``seed`` is where dropout and the like draw from. Raises DifferentModel if the schedule
     was made for another model or optimizer, DeviceError if there are too few devices, OptimizerError if the optimizer
-    cannot update packs one by one, ModelError if the model is not in host memory.
+    cannot update packs one by one, or shards of them where the schedule asks for that, ModelError if the model is not
+    in host memory.
     """
 
     def __init__(
@@ -47,9 +49,15 @@ class Session:
         _check_whole(schedule)
         _check_size(schedule, model, devices)
         pack_optimizer = PackOptimizer(optimizer)
+        updates_shards = any(task.shard is not None for task in schedule.copies(TaskKind.UPDATE))
+        if updates_shards:
+            pack_optimizer.check_shards()
         layout = layouts(model, _moving_state(schedule, model, pack_optimizer))
-        _check_bytes(schedule, layout, optimizer)
-        self._places = Places(schedule, model, layout, devices)
+        shards = ShardLayouts(model, layout, schedule.plan.gpus)
+        if updates_shards:
+            shards.check_trained()
+        _check_bytes(schedule, layout, shards, optimizer)
+        self._places = Places(schedule, model, layout, shards, devices)
         self._transfers = Transfers(schedule, self._places)
         self._calculations = Calculations(schedule, model, pack_optimizer, self._places, devices, seed)
         self._lanes = LaneRunner(schedule, devices, self._places)
@@ -98,6 +106,10 @@ class Session:
                 return self._transfers.p2p(task, queue)
             case TaskKind.ALLREDUCE:
                 return self._transfers.all_reduce(task, queue)
+            case TaskKind.REDUCE_SCATTER:
+                return self._transfers.reduce_scatter(task, queue)
+            case TaskKind.ALL_GATHER:
+                return self._transfers.all_gather(task, queue)
         return 0
 
     def _times(self, walked: Walked) -> StepTimes:
@@ -142,13 +154,16 @@ def _check_size(schedule: Schedule, model: LayerModel, devices: Devices) -> None
         )
 
 
-def _check_bytes(schedule: Schedule, layout: Layouts, optimizer: Optimizer) -> None:
+def _check_bytes(schedule: Schedule, layout: Layouts, shards: ShardLayouts, optimizer: Optimizer) -> None:
     """The schedule's buffers of state are as large as this model's tensors."""
     for buffer in schedule.buffers:
         if buffer.kind not in HOME_KINDS:
             continue
         run = f"layers {buffer.layer_first}-{buffer.layer_last}"
         real = layout[buffer.kind].run_bytes(buffer.layer_first, buffer.layer_last)
+        if buffer.shard is not None:
+            run += f", shard {buffer.shard} of {schedule.plan.gpus},"
+            real = shards.bytes(buffer.kind, buffer.layer_first, buffer.layer_last, buffer.shard)
         if real != buffer.bytes:
             whose = (
                 f"{type(optimizer).__name__} keeps" if buffer.kind is TensorKind.OPTIMIZER_STATE else "this model has"

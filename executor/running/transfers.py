@@ -1,7 +1,7 @@
 """Which bytes the copying tasks copy, and what reductions add.
 
-State (weights, buffers, gradients, optimizer state) is cut by layers; everything else by samples, of which the two ends
-of a copy may hold different intervals.
+State (weights, buffers, gradients, optimizer state) is cut by layers, and by shards; everything else by samples, of
+which the two ends of a copy may hold different intervals.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from torch import Tensor
 
 from sim.schedule import Buffer, Interval, Schedule, Task, TaskKind, TensorKind
 
-from ..devices.facade import Copy, Queue
+from ..devices.facade import Copy, Queue, Sum
 from .layout import HOME_KINDS
 from .places import Places
 
 
 class Transfers:
-    """Carries out copies, all-reduces and reductions. Each method returns the bytes it moved."""
+    """Carries out copies, collectives and reductions. Each method returns the bytes it moved."""
 
     def __init__(self, schedule: Schedule, places: Places) -> None:
         self._places = places
         self._buffers = schedule.buffers
+        self._gpus = schedule.plan.gpus
         self._written_by = {number: task.gpu for task in schedule.copies(TaskKind.SWAP_OUT) for number in task.writes}
         self._known: dict[int, list[Copy]] = {}  # of tasks whose two ends always lie at the same place
 
@@ -49,6 +50,31 @@ class Transfers:
         for shares in zip(*flats, strict=True):
             queue.all_reduce(shares)
         return 2 * (len(numbers) - 1) * sum(flat.nbytes for flat in flats[0])
+
+    def reduce_scatter(self, task: Task, queue: Queue) -> int:
+        """Add the GPUs' gradients, each shard on the GPU whose buffer for it the task writes; if the task also reads
+        that, to what is there."""
+        whole = [number for number in task.reads if self._buffers[number].shard is None]
+        whole.sort(key=lambda number: self._buffers[number].gpu or 0)
+        sums = []
+        for number in task.writes:
+            addends = [number, *whole] if number in task.reads else whole
+            for layer in range(task.layer_first, task.layer_last + 1):
+                flats = [self._flat(each, layer, _shard(self._buffers[number])) for each in (number, *addends)]
+                sums += [Sum(target, parts) for target, *parts in zip(*flats, strict=True)]
+        queue.reduce_scatter(sums, self._gpus)
+        return (self._gpus - 1) * sum([each.target.nbytes for each in sums])
+
+    def all_gather(self, task: Task, queue: Queue) -> int:
+        """Copy the shards that the task reads into the whole buffers that it writes."""
+        copies: list[Copy] = []
+        for number in task.reads:
+            for layer in range(task.layer_first, task.layer_last + 1):
+                shard = _shard(self._buffers[number])
+                for target in task.writes:
+                    copies += map(Copy, self._flat(target, layer, shard), self._flat(number, layer, shard))
+        queue.all_gather(copies, self._gpus)
+        return (self._gpus - 1) * sum([self._buffers[number].bytes for number in task.reads])
 
     def reduce(self, task: Task) -> None:
         """Add the gradients that the GPUs wrote, in rank order, into the home gradient."""
@@ -78,7 +104,9 @@ class Transfers:
     def _parts(self, task: Task, on_gpu: int, in_host: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs of bytes that correspond: on the GPU, in the host."""
         buffer, block = self._buffers[on_gpu], self._bytes(on_gpu)
-        if buffer.kind in HOME_KINDS:
+        if task.shard is not None:
+            yield from self._parts_of_shard(task, buffer, block, task.shard)
+        elif buffer.kind in HOME_KINDS:
             yield from self._parts_by_layer(task, buffer, block, in_host)
         elif in_host:
             for number in in_host:
@@ -96,16 +124,35 @@ class Transfers:
             yield own, layout.part(self._bytes(number), self._buffers[number].layer_first, run)
         if in_host:
             return
+        ends = [piece for layer in range(run[0], run[1] + 1) for piece in self._at_home(task, buffer.kind, layer)]
+        yield from _in_pieces(own, ends)
+
+    def _parts_of_shard(self, task: Task, buffer: Buffer, block: Tensor, shard: int) -> Iterator[tuple[Tensor, Tensor]]:
+        shards = self._places.shards
+        for layer in range(task.layer_first, task.layer_last + 1):
+            parts = shards.parts(buffer, block, layer, shard)
+            ends = shards.home_parts(self._at_home(task, buffer.kind, layer), buffer.kind, layer, shard)
+            for part, pieces in zip(parts, ends, strict=True):
+                yield from _in_pieces(part, pieces)
+
+    def _at_home(self, task: Task, kind: TensorKind, layer: int) -> list[Tensor]:
+        """The bytes of a layer in the store, as the task reads or writes them."""
         home = self._places.home(task.gpu)
-        at = 0
-        for layer in range(run[0], run[1] + 1):
-            ends = home.read(buffer.kind, layer) if task.kind is TaskKind.SWAP_IN else home.write(buffer.kind, layer)
-            for piece in ends:
-                yield own[at : at + piece.nbytes], piece
-                at += piece.nbytes
+        return home.read(kind, layer) if task.kind is TaskKind.SWAP_IN else home.write(kind, layer)
+
+    def _flat(self, number: int, layer: int, shard: int) -> list[Tensor]:
+        return self._places.shards.flat(self._buffers[number], self._bytes(number), layer, shard)
 
     def _bytes(self, number: int) -> Tensor:
         return self._places.block(number).bytes
+
+
+def _in_pieces(block: Tensor, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """A block's bytes with those of pieces that follow one another."""
+    at = 0
+    for piece in pieces:
+        yield block[at : at + piece.nbytes], piece
+        at += piece.nbytes
 
 
 def _overlap(a: Buffer, a_bytes: Tensor, b: Buffer, b_bytes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -121,6 +168,11 @@ def _cut(buffer: Buffer, block: Tensor, samples: Interval) -> Tensor:
         return block
     per_sample = buffer.bytes // (stop - first)
     return block[(samples[0] - first) * per_sample : (samples[1] - first) * per_sample]
+
+
+def _shard(buffer: Buffer) -> int:
+    assert buffer.shard is not None
+    return buffer.shard
 
 
 def _samples(buffer: Buffer) -> Interval:

@@ -41,6 +41,7 @@ class Entry:
     group: int | None
     is_saved: bool = False
     recompute: bool = True
+    shard: int | None = None
     allocates: list[int] = field(default_factory=list)
     frees: list[int] = field(default_factory=list)
 
@@ -72,6 +73,7 @@ class Draft:
         samples: Interval | None = None,
         *,
         is_saved: bool = False,
+        shard: int | None = None,
     ) -> int:
         """Declare a buffer of ``size`` bytes on a GPU (None: in dynamic host memory); returns its id."""
         first, last = layers
@@ -85,6 +87,7 @@ class Draft:
                 bytes=size,
                 samples=samples,
                 is_saved=is_saved,
+                shard=shard,
             )
         )
         return len(self.buffers) - 1
@@ -106,13 +109,14 @@ class Draft:
         group: int | None = None,
         is_saved: bool = False,
         recompute: bool = True,
+        shard: int | None = None,
     ) -> int:
         """Append an entry to the total order; returns its index. ``size`` is the bytes of a copy."""
         gpu, lane_kind = lane
         self.entries.append(
             Entry(
                 kind, gpu, lane_kind, layers, samples, microbatch, tensor_kind, size, peer, tuple(reads), tuple(writes),
-                set(after), group, is_saved, recompute,
+                set(after), group, is_saved, recompute, shard,
             )
         )  # fmt: skip
         return len(self.entries) - 1
@@ -152,6 +156,7 @@ def finish(
             tensor_kind=entry.tensor_kind,
             bytes=entry.bytes,
             is_saved=entry.is_saved,
+            shard=entry.shard,
             peer=entry.peer,
             recompute=entry.recompute,
             waits_for=waits[index],

@@ -4,22 +4,28 @@
 CPU update        reduced gradient out by the pack's owner, host updates
 GPU update        owner fetches the optimizer state, updates, writes weights and state back
 ``reduce=ring``   all-reduce between the GPUs while the gradients are resident
-``reduce=host``   every GPU writes its gradient out, the host adds them in rank order
+``=host``         every GPU writes its gradient out, the host adds them in rank order
+``=scatter``      reduce-scatter between the GPUs; then every GPU is the owner of its shard: it writes that of
+                  the gradient out (one update in the host, of the whole pack, when all are there), or fetches
+                  that of the optimizer state, updates, and writes that of weights and state back
 tied weights      the pack that does not own them sends its partial gradient home; the owner's update adds it
 ================  ==========================================================================================
+
+In closed form, for N GPUs together, ``scatter`` moves dW out with a CPU update; K in, W and K out with one on the GPU;
+and (N-1)·dW between GPUs, where ``ring`` moves twice that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
 from traces.costs import Costs
 
 from ..plan import HarmonyPlan, Pack, UpdateOn
 from ..schedule import Lane, TaskKind, TensorKind
 from .draft import Draft
-from .needs import Needs, Run, home_bytes, runs_where
-from .order import Group, is_data_parallel, update_owner
+from .needs import Need, Needs, Run, runs_where
+from .order import Group, is_data_parallel, shard_of, takes_update
 
 
 class GradientPath:
@@ -29,9 +35,10 @@ class GradientPath:
         self._plan, self._costs, self._needs, self._draft = plan, costs, needs, draft
         self._replicas = plan.gpus if is_data_parallel(plan) else 1
         self._on_gpu: dict[int, int] = {}  # group -> gradient buffer
+        self._sums: dict[int, int] = {}  # group -> what holds its GPU's sum over all GPUs: that, or a shard
         self._ended: dict[Pack, list[Group]] = {}
         self._written: dict[Pack, list[int]] = {}  # host replicas waiting to be added
-        self._home: dict[int, int] = {}  # layer -> entry after which its home gradient is complete
+        self._home: dict[int, list[int]] = {}  # layer -> entries after which its home gradient is complete
         partial = [run for pack in plan.packs_bwd for run in needs.partial_gradients(pack)]
         self._partial = frozenset(layer for first, last in partial for layer in range(first, last + 1))
 
@@ -42,10 +49,16 @@ class GradientPath:
             self._on_gpu[group.index] = self._draft.buffer(group.gpu, TensorKind.GRADIENT, group.pack, size)
         return self._on_gpu.get(group.index)
 
+    def sum(self, group: Group) -> int | None:
+        """The buffer of the reduced gradient, or of its shard, on the group's GPU; None if that has no bytes."""
+        return self._sums.get(group.index)
+
     def home(self, run: Run) -> list[int] | None:
         """Entries after which the home gradients of these layers are complete; None while some are not."""
         layers = [layer for layer in range(run[0], run[1] + 1) if self._costs.gradient_bytes(layer, layer)]
-        return [self._home[layer] for layer in layers] if all(layer in self._home for layer in layers) else None
+        if not all(layer in self._home for layer in layers):
+            return None
+        return [entry for layer in layers for entry in self._home[layer]]
 
     def backward_ended(self, group: Group) -> None:
         """The group has seen its last microbatch: reduce and update as soon as all replicas have."""
@@ -61,16 +74,14 @@ class GradientPath:
         if self._needs.reduced_by_host:
             self._reduce_on_host(group.pack)
         else:
-            if self._replicas > 1:
-                self._all_reduce(ended)
-            self._send_home(next(g for g in ended if g.gpu == update_owner(self._plan, g)))
+            self._reduce_on_gpus(sorted(ended, key=lambda group: group.gpu))
         if self._plan.update is UpdateOn.CPU:
             self._update_on_host(group.pack)
 
     def _write_replica(self, group: Group, gradient: int) -> None:
         size = self._costs.gradient_bytes(*group.pack)
         replica = self._draft.buffer(None, TensorKind.GRADIENT, group.pack, size)
-        self._copy_out(group, group.pack, gradient, [replica])
+        self._copy_out(group, Need(TensorKind.GRADIENT, group.pack), gradient, [replica])
         self._written.setdefault(group.pack, []).append(replica)
 
     def _reduce_on_host(self, pack: Pack) -> None:
@@ -80,32 +91,60 @@ class GradientPath:
         )
         self._complete(pack, entry)
 
-    def _all_reduce(self, groups: Iterable[Group]) -> None:
-        groups = sorted(groups, key=lambda group: group.gpu)
-        gradients = [self._on_gpu[group.index] for group in groups]
+    def _reduce_on_gpus(self, groups: Sequence[Group]) -> None:
+        """Add the gradients of a pack's groups; what then leaves for the host goes there."""
+        gradients = {group.index: self._on_gpu[group.index] for group in groups}
+        if shard_of(self._plan, 0) is not None:
+            sums = self._shard_buffers(groups)
+            self._add_collective(TaskKind.REDUCE_SCATTER, groups, gradients, sums)
+        else:
+            sums = gradients
+            if len(groups) > 1:
+                self._add_collective(TaskKind.ALLREDUCE, groups, gradients, sums)
+        self._sums.update(sums)
+        for group in groups:
+            if takes_update(self._plan, group):
+                self._send_home(group)
+
+    def _shard_buffers(self, groups: Sequence[Group]) -> dict[int, int]:
+        """By group; where there are more GPUs than grains, some have none."""
+        needs = {g: Need(TensorKind.GRADIENT, g.pack, shard=shard_of(self._plan, g.gpu)) for g in groups}
+        return {
+            group.index: self._draft.buffer(group.gpu, need.kind, need.run, size, shard=need.shard)
+            for group, need in needs.items()
+            if (size := self._needs.bytes(need))
+        }
+
+    def _add_collective(
+        self, kind: TaskKind, groups: Sequence[Group], gradients: Mapping[int, int], sums: Mapping[int, int]
+    ) -> None:
+        """Over a ring each GPU sends (N-1)/N of its gradient, and in an all-reduce as much again."""
+        passes = 2 if kind is TaskKind.ALLREDUCE else 1
         pack = groups[0].pack
-        sent = 2 * (len(groups) - 1) * self._costs.gradient_bytes(*pack)
         self._draft.add(
-            TaskKind.ALLREDUCE, (None, Lane.COLLECTIVE), pack, tensor_kind=TensorKind.GRADIENT, size=sent,
-            reads=gradients, writes=gradients,
+            kind, (None, Lane.COLLECTIVE), pack, tensor_kind=TensorKind.GRADIENT,
+            size=passes * (len(groups) - 1) * self._costs.gradient_bytes(*pack),
+            reads=list(gradients.values()), writes=list(sums.values()),
         )  # fmt: skip
 
     def _send_home(self, group: Group) -> None:
-        """All of a gradient for a CPU update; for a GPU update only what another pack's update adds."""
+        """All that a GPU has of a gradient for a CPU update; for a GPU update only what another pack's update adds."""
         on_cpu = self._plan.update is UpdateOn.CPU
         runs = [group.pack] if on_cpu else runs_where(group.pack, lambda layer: layer in self._partial)
         for run in runs:
-            if home_bytes(self._costs, TensorKind.GRADIENT, run):
-                self._complete(run, self._copy_out(group, run, self._on_gpu[group.index], []))
+            need = Need(TensorKind.GRADIENT, run, shard=shard_of(self._plan, group.gpu))
+            if self._needs.bytes(need):
+                self._complete(run, self._copy_out(group, need, self._sums[group.index], []))
 
-    def _copy_out(self, group: Group, run: Run, gradient: int, replica: list[int]) -> int:
+    def _copy_out(self, group: Group, need: Need, gradient: int, replica: list[int]) -> int:
         return self._draft.add(
-            TaskKind.SWAP_OUT, (group.gpu, Lane.SWAP_OUT), run, tensor_kind=TensorKind.GRADIENT,
-            size=home_bytes(self._costs, TensorKind.GRADIENT, run), reads=[gradient], writes=replica, group=group.index,
+            TaskKind.SWAP_OUT, (group.gpu, Lane.SWAP_OUT), need.run, tensor_kind=TensorKind.GRADIENT,
+            size=self._needs.bytes(need), reads=[gradient], writes=replica, group=group.index, shard=need.shard,
         )  # fmt: skip
 
     def _complete(self, run: Run, entry: int) -> None:
-        self._home.update((layer, entry) for layer in range(run[0], run[1] + 1))
+        for layer in range(run[0], run[1] + 1):
+            self._home.setdefault(layer, []).append(entry)
 
     def _update_on_host(self, pack: Pack) -> None:
         if not any(self._costs.updates(layer) for layer in range(pack[0], pack[1] + 1)):

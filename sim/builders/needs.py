@@ -9,18 +9,21 @@ from traces.costs import Costs
 
 from ..plan import HarmonyPlan, Reduce
 from ..schedule import Interval, TaskKind, TensorKind
-from .order import Step, is_data_parallel
+from ..shards import Shards
+from .order import Step, is_data_parallel, shard_of
 
 Run = tuple[int, int]
 """Layers first … last, both included."""
 
 
 class Need(NamedTuple):
-    """A tensor: x(l) or g(l) of some samples (then ``run`` is (l, l)), or a home tensor of a run of layers."""
+    """A tensor: x(l) or g(l) of some samples (then ``run`` is (l, l)), or a home tensor of a run of layers, or just a
+    ``shard`` of that."""
 
     kind: TensorKind
     run: Run
     samples: Interval | None = None
+    shard: int | None = None
 
     @property
     def at_boundary(self) -> bool:
@@ -33,6 +36,7 @@ class Needs:
 
     def __init__(self, plan: HarmonyPlan, costs: Costs) -> None:
         self.costs = costs
+        self._plan, self._shards = plan, Shards(costs, plan.gpus)
         self.last_layer = plan.layer_count - 1
         self.reduced_by_host = plan.reduce is Reduce.HOST and is_data_parallel(plan) and plan.gpus > 1
 
@@ -45,7 +49,8 @@ class Needs:
         if step.kind is TaskKind.UPDATE:
             reduced = [pack] if self.reduced_by_host else []
             runs = reduced + list(self.partial_gradients(pack))
-            return [Need(TensorKind.GRADIENT, run) for run in runs] + [Need(TensorKind.OPTIMIZER_STATE, pack)]
+            needed = [(TensorKind.GRADIENT, run) for run in runs] + [(TensorKind.OPTIMIZER_STATE, pack)]
+            return [Need(kind, run, shard=shard_of(self._plan, step.gpu)) for kind, run in needed]
         if step.kind is TaskKind.BACKWARD_WEIGHT:
             return []  # its first part left all of it on the GPU
         fused = step.kind.goes_back and last == self.last_layer
@@ -65,6 +70,8 @@ class Needs:
     def bytes(self, need: Need) -> int:
         """Size of the tensor."""
         layer = need.run[0]
+        if need.shard is not None:
+            return self._shards.bytes(need.kind, need.run, need.shard)
         if need.samples is None:
             return home_bytes(self.costs, need.kind, need.run)
         batch = need.samples[1] - need.samples[0]

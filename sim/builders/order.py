@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from traces.costs import Costs
 
-from ..plan import HarmonyPlan, Pack, Policy, UpdateOn, pieces, shares
+from ..plan import HarmonyPlan, Pack, Policy, Reduce, UpdateOn, pieces, shares
 from ..schedule import Interval, TaskKind
 
 
@@ -77,9 +77,17 @@ def place_groups(plan: HarmonyPlan) -> list[Group]:
     return groups
 
 
-def update_owner(plan: HarmonyPlan, group: Group) -> int:
-    """GPU that updates a backward pack, or hands its gradient to the host: the packs' owners take turns."""
-    return plan.gpu_of_turn(group.pack_index) if is_data_parallel(plan) else group.gpu
+def shard_of(plan: HarmonyPlan, gpu: int) -> int | None:
+    """Which shard of every pack a GPU updates, or hands to the host; None: whole packs."""
+    return gpu if plan.reduce is Reduce.SCATTER and plan.policy is Policy.HARMONY_DP and plan.gpus > 1 else None
+
+
+def takes_update(plan: HarmonyPlan, group: Group) -> bool:
+    """Whether the group's GPU updates its pack, or hands the gradient to the host. Of the GPUs that have it, the packs'
+    owners take turns; but where each has its shard, all do."""
+    if not is_data_parallel(plan) or shard_of(plan, group.gpu) is not None:
+        return True
+    return plan.gpu_of_turn(group.pack_index) == group.gpu
 
 
 def split_packs(plan: HarmonyPlan, costs: Costs) -> frozenset[Pack]:
@@ -106,7 +114,7 @@ def steps_by_gpu(
         kind = TaskKind.BACKWARD_INPUT if in_parts else group.kind
         own.extend(Step(kind, group, index, samples) for index, samples in enumerate(group.pieces))
         on_gpu = plan.update is UpdateOn.GPU and group.kind is TaskKind.BACKWARD and group.pack in updated
-        if on_gpu and update_owner(plan, group) == group.gpu:
+        if on_gpu and takes_update(plan, group):
             own.append(Step(TaskKind.UPDATE, group, len(group.pieces), None))
     return sequences
 

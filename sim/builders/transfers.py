@@ -25,7 +25,7 @@ from ..schedule import Interval, Lane, TaskKind, TensorKind
 from .draft import Draft
 from .gradients import GradientPath
 from .needs import Need, Needs, Run, home_bytes, runs_where
-from .order import Group, Step, is_data_parallel
+from .order import Group, Step, is_data_parallel, shard_of
 
 
 class Ahead(IntEnum):
@@ -100,7 +100,7 @@ class _Walk:
         self.received: list[set[int]] = [set() for _ in range(plan.gpus)]  # of those, what other GPUs sent
         self.host: dict[tuple[TensorKind, int], _HostTensor] = {}
         self.buffers_read, self.buffers_written = _HomeCopies(), _HomeCopies()
-        self.weights_out: dict[int, int] = {}  # layer -> the copy of its updated weights
+        self.weights_out: dict[int, list[int]] = {}  # layer -> the copies of its updated weights
         self.backward_from = {first: index for index, (first, _) in enumerate(plan.packs_bwd)}
         self.left: dict[tuple[int, int], list[int]] = {}  # by group and microbatch: what first parts leave for second
         # pipelines: one GPU per pack
@@ -192,7 +192,7 @@ class _Walk:
         if sources is None or after is None:
             return False
         size = self.needs.bytes(need)
-        buffer = self.draft.buffer(step.gpu, need.kind, need.run, size, need.samples)
+        buffer = self.draft.buffer(step.gpu, need.kind, need.run, size, need.samples, shard=need.shard)
         microbatch = step.microbatch if need.samples else None
         self._swap_in(step.gpu, need, buffer, size, microbatch, sources, after)
         self.arrived[step.gpu, need] = buffer
@@ -211,6 +211,7 @@ class _Walk:
         return self.draft.add(
             TaskKind.SWAP_IN, (gpu, Lane.SWAP_IN), need.run, samples=need.samples, microbatch=microbatch,
             tensor_kind=need.kind, size=size, reads=sources, writes=[buffer], after=after, group=self._group_on(gpu),
+            shard=need.shard,
         )  # fmt: skip
 
     def _group_on(self, gpu: int) -> int | None:
@@ -294,17 +295,19 @@ class _Walk:
         group = step.group
         inputs = self._take_inputs(step)
         states = [b for b in inputs if self.draft.buffers[b].kind is TensorKind.OPTIMIZER_STATE]
-        own_gradient = None if self.needs.reduced_by_host else self.gradients.buffer(group)
+        own_gradient = self.gradients.sum(group)
+        shard = shard_of(self.plan, step.gpu)
         weights = self.weights[group.index]
         read = [*weights.ids, *inputs, *([] if own_gradient is None else [own_gradient])]
         changed = [*([] if weights.weight is None else [weights.weight]), *states]
         self.draft.add(
-            TaskKind.UPDATE, (step.gpu, Lane.COMPUTE), group.pack, reads=read, writes=changed, group=group.index
-        )
+            TaskKind.UPDATE, (step.gpu, Lane.COMPUTE), group.pack, reads=read, writes=changed, group=group.index,
+            shard=shard,
+        )  # fmt: skip
         for run in runs_where(group.pack, self.costs.updates):
             self._weights_home(group, run, weights.weight)
         for state in states:
-            self._home_out(group, Need(TensorKind.OPTIMIZER_STATE, group.pack), state)
+            self._home_out(group, Need(TensorKind.OPTIMIZER_STATE, group.pack, shard=shard), state)
 
     def _compute(self, step: Step, inputs: list[int], outputs: list[int], workspace: int) -> None:
         weights = self.weights[step.group.index]
@@ -396,10 +399,11 @@ class _Walk:
         """Copy updated weights out. Where later layers use them too, after those wrote back: theirs are out of date."""
         layers = range(run[0], run[1] + 1)
         partners = {partner for layer in layers for partner in self.costs.tied_partners(layer)}
-        after = [self.weights_out[partner] for partner in sorted(partners) if partner in self.weights_out]
-        copy = self._home_out(group, Need(TensorKind.WEIGHT, run), buffer, after)
+        after = [copy for partner in sorted(partners) for copy in self.weights_out.get(partner, ())]
+        copy = self._home_out(group, Need(TensorKind.WEIGHT, run, shard=shard_of(self.plan, group.gpu)), buffer, after)
         if copy is not None:
-            self.weights_out.update((layer, copy) for layer in layers)
+            for layer in layers:
+                self.weights_out.setdefault(layer, []).append(copy)
 
     def _home_out(self, group: Group, need: Need, buffer: int | None, after: Sequence[int] = ()) -> int | None:
         """Copy a home tensor out; the index of the copy, None if there is nothing to copy."""
@@ -408,7 +412,7 @@ class _Walk:
             return None
         return self.draft.add(
             TaskKind.SWAP_OUT, (group.gpu, Lane.SWAP_OUT), need.run, tensor_kind=need.kind, size=size,
-            reads=[buffer], after=after, group=group.index,
+            reads=[buffer], after=after, group=group.index, shard=need.shard,
         )  # fmt: skip
 
     def _is_last(self, step: Step) -> bool:

@@ -246,7 +246,10 @@ class PlanOptions:
         ),
     ] = None
     update: Annotated[UpdateOn | None, _choice("--update", "Where the optimizer runs; default cpu")] = None
-    reduce: Annotated[Reduce | None, _choice("--reduce", "How harmony-dp adds gradients; default ring")] = None
+    reduce: Annotated[
+        Reduce | None,
+        _choice("--reduce", "How harmony-dp adds gradients (scatter: each GPU updates its shard); default ring"),
+    ] = None
     slots: Annotated[
         int | None, _choice("--slots", "Boundary buffers a harmony-pp GPU receives into; default enough", min=1)
     ] = None

@@ -115,7 +115,7 @@ def _headlines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"held at peak {device if device == 'host' else f'GPU {device}'}", _held(peaks["observed"])
     yield (
         "between GPUs",
-        f"{format_bytes(summary['p2p_bytes'])} p2p, {format_bytes(summary['allreduce_bytes'])} all-reduce",
+        f"{format_bytes(summary['p2p_bytes'])} p2p, {format_bytes(summary['allreduce_bytes'])} collective",
     )
     if "lower_bound_s" in summary:
         yield "lower bound of this plan", format_seconds(summary["lower_bound_s"])

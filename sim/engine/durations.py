@@ -3,7 +3,7 @@
     forward, backward, update    time, from the trace and the speed of the device; backward in whole or a part of it
     update in the host           that time of the trace's threads, and all bytes of host memory that it reads and writes
     swap in, swap out, P2P       the route's delay, then the bytes over the route
-    all-reduce                   the same, over every edge of the ring at once
+    collectives                  the same, over every edge of the ring at once, evenly
     reduce                       bytes through host memory, and as many threads as an update has
 
 Work in the host shares the cores and host memory. Alone, an update takes what the trace says, always: it asks for cores
@@ -26,6 +26,7 @@ from ..hardware.fabric import Fabric, Route
 from ..hardware.fluid import SLACK_NS
 from ..hardware.machine import Machine
 from ..schedule import Task, TaskKind
+from ..shards import Shards
 from ..units import NS_PER_S
 
 
@@ -46,12 +47,13 @@ class Durations(Protocol):
 class CostDurations:
     """Durations from a trace: its times over the device's speed.
 
-    A backward repeats the forward first, unless it says otherwise. A reduction reads the gradient of each of
-    ``replicas`` GPUs and writes one; what an update moves is said in :meth:`~traces.costs.Costs.update_bytes`.
+    A backward repeats the forward first, unless it says otherwise. The update of a shard takes that part of its layers'
+    update which it has of their weights. A reduction reads the gradient of each of ``replicas`` GPUs and writes one;
+    what an update moves is said in :meth:`~traces.costs.Costs.update_bytes`.
     """
 
     def __init__(self, costs: Costs, machine: Machine, replicas: int) -> None:
-        self._costs, self._replicas = costs, replicas
+        self._costs, self._replicas, self._shards = costs, replicas, Shards(costs, replicas)
         self.threads = costs.trace.threads
         self._host_speed = machine.host.speed
         self._speeds = [gpu.speed for gpu in machine.gpus]
@@ -60,6 +62,7 @@ class CostDurations:
         """How long a forward, backward or update lasts."""
         costs, first, last = self._costs, task.layer_first, task.layer_last
         speed = self._host_speed if task.gpu is None else self._speeds[task.gpu]
+        duration: float
         match task.kind:
             case TaskKind.FORWARD:
                 duration = costs.forward_ns(first, last, task.batch_size)
@@ -70,10 +73,13 @@ class CostDurations:
             case TaskKind.BACKWARD_WEIGHT:
                 duration = costs.backward_weight_ns(first, last, task.batch_size)
             case TaskKind.UPDATE:
-                duration = costs.update_ns(first, last, _update_phase(task))
+                duration = costs.update_ns(first, last, _update_phase(task)) * self._updated(task)
             case _:
                 raise ValueError(f"{task} does not compute")
         return round(duration / speed)
+
+    def _updated(self, task: Task) -> float:
+        return 1 if task.shard is None else self._shards.updated((task.layer_first, task.layer_last), task.shard)
 
     def host_bytes(self, task: Task) -> int:
         """Bytes of host memory that an update or a reduction in the host reads and writes."""
@@ -163,7 +169,7 @@ class Demands:
                 return self._copy(task)
             case TaskKind.UPDATE if task.gpu is None:
                 return self._in_host(self._durations.compute_ns(task), self._durations.host_bytes(task))
-            case TaskKind.ALLREDUCE:
+            case TaskKind.ALLREDUCE | TaskKind.REDUCE_SCATTER | TaskKind.ALL_GATHER:
                 delay_ns = max((edge.delay_ns for edge in self._ring), default=0)
                 return Demand(delay_ns, tuple(Flow(edge, task.bytes / len(self._ring)) for edge in self._ring))
             case TaskKind.REDUCE:

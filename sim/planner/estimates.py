@@ -89,12 +89,12 @@ def _earliest(jobs: list[Job]) -> tuple[list[list[_Times]], float]:
             compute[work.gpu] = own.end
             now.append(own)
         ready = max(own.end for own in now) + job.before_update_ns
-        if job.updater is None:
+        if not job.updaters:
             host = max(host, ready) + job.update_ns
-        else:
-            lane_in[job.updater] += job.state_in_ns
-            compute[job.updater] = max(ready, lane_in[job.updater]) + job.update_ns
-            home = max(home, compute[job.updater] + job.after_update_ns)
+        for gpu in job.updaters:
+            lane_in[gpu] += job.state_in_ns
+            compute[gpu] = max(ready, lane_in[gpu]) + job.update_ns
+            home = max(home, compute[gpu] + job.after_update_ns)
         times.append(now)
     return times, max(host, home, *compute.values(), *lane_in.values(), *lane_out.values())
 
@@ -105,11 +105,11 @@ def _add_rests(jobs: list[Job], times: list[list[_Times]]) -> None:
     host_updates = 0.0
     consumers: list[tuple[Work, _Times]] = []
     for job, own_times in zip(reversed(jobs), reversed(times), strict=True):
-        if job.updater is None:
+        if not job.updaters:
             host_updates += job.update_ns
             update = job.before_update_ns + host_updates
         else:
-            afterwards = max(job.after_update_ns, following.get(job.updater, 0.0))
+            afterwards = max(job.after_update_ns, *(following.get(gpu, 0.0) for gpu in job.updaters))
             update = job.before_update_ns + job.update_ns + afterwards
         started: dict[int, float] = {}
         for at, (work, own) in enumerate(zip(job.works, own_times, strict=True)):
@@ -139,7 +139,7 @@ def _resource_bound_ns(jobs: list[Job], times: list[list[_Times]], ways: Ways, s
             arriving[at] += work.cross_bytes * (ways.either_load(work.source, work.gpu) if spills else straight)
     arrive = ways.drain_ns(arriving)
     leave = ways.drain_ns(np.array([[work.out_bytes] for work in works]) * ways.out_loads[gpus])
-    reduced = ways.drain_ns(ways.ring_load(sum(job.reduced_bytes for job in jobs)))
+    reduced = ways.drain_ns(ways.ring_load(sum(job.sent_bytes for job in jobs)))
     follows = np.array([_after_last_byte(job, work.gpu, work.last_ns + own.rest) for job, work, own in pairs])
     precedes = np.array([own.first_end for _, _, own in pairs])
     follow_least = np.minimum.accumulate(np.where(arrive > 0, follows[:, None], np.inf), axis=0)
@@ -152,4 +152,4 @@ def _resource_bound_ns(jobs: list[Job], times: list[list[_Times]], ways: Ways, s
 
 def _after_last_byte(job: Job, gpu: int, after_input_ns: float) -> float:
     """Least time from the arrival of the last byte for a group to the end of the step; it may be optimizer state."""
-    return min(after_input_ns, job.update_ns + job.after_update_ns) if job.updater == gpu else after_input_ns
+    return min(after_input_ns, job.update_ns + job.after_update_ns) if gpu in job.updaters else after_input_ns

@@ -91,5 +91,5 @@ def _figures(schedule: Schedule, costs: Costs, machine: Machine) -> Found:
         swap_in_bytes=copied[TaskKind.SWAP_IN],
         swap_out_bytes=copied[TaskKind.SWAP_OUT],
         p2p_bytes=copied[TaskKind.P2P],
-        allreduce_bytes=copied[TaskKind.ALLREDUCE],
+        allreduce_bytes=sum(size for kind, size in copied.items() if kind.is_collective),
     )

@@ -56,13 +56,13 @@ class Expectations:
         for job in jobs:
             before = [self._run(work, lanes, before[at] if before else None) for at, work in enumerate(job.works)]
             ready = max(lanes[work.gpu].end for work in job.works) + job.before_update_ns
-            if job.updater is None:
+            if not job.updaters:
                 host = max(host, ready) + job.update_ns
-            else:
-                lane = lanes[job.updater]
+            for gpu in job.updaters:
+                lane = lanes[gpu]
                 lane.end = max(ready, lane.end) + job.state_in_ns + job.update_ns
                 lane.home_ns = job.after_update_ns + job.state_in_ns
-                home = lane.end + lane.home_ns
+                home = max(home, lane.end + lane.home_ns)
         return max([host, home, *(lane.end for lane in lanes.values())])
 
     def _run(self, work: Work, lanes: dict[int, _Lane], before: tuple[float, float] | None) -> tuple[float, float]:

@@ -15,9 +15,12 @@ from typing import NamedTuple
 from traces.costs import Costs
 from traces.schema import Phase
 
+from ..builders.needs import home_bytes, runs_where
 from ..builders.order import is_data_parallel, split_packs
 from ..hardware.machine import Machine
 from ..plan import HarmonyPlan, Pack, Reduce, StashPlace, UpdateOn, shares
+from ..schedule import TensorKind
+from ..shards import Shards
 from .ways import Ways
 
 Size = Callable[[int], int]
@@ -62,17 +65,18 @@ class Work:
 class Job:
     """A pack's groups: one in a pipeline, one on each GPU in data parallel.
 
-    When all of them have ended, GPU ``updater`` (None: the host) updates for ``update_ns``; ``before_update_ns`` pass
-    before that (state comes in for ``state_in_ns``), ``after_update_ns`` after it. ``reduced_bytes`` are all-reduced.
+    When all of them have ended, each GPU of ``updaters`` (none: the host) updates for at least ``update_ns``;
+    ``before_update_ns`` pass before that (state comes in for ``state_in_ns``), ``after_update_ns`` after it.
+    ``sent_bytes`` go over the ring of all GPUs before it.
     """
 
     works: list[Work]
-    updater: int | None = None
+    updaters: tuple[int, ...] = ()
     before_update_ns: float = 0.0
     state_in_ns: float = 0.0
     update_ns: float = 0.0
     after_update_ns: float = 0.0
-    reduced_bytes: int = 0
+    sent_bytes: int = 0
 
 
 class Batches(NamedTuple):
@@ -143,6 +147,7 @@ class _Maker:
         self._costs, self._machine, self._ways = costs, machine, ways
         self._parallel = is_data_parallel(plan)
         self._update, self._reduce = plan.update, plan.reduce
+        self._shards = Shards(costs, plan.gpus)
         self._never_spills = plan.slots is None
         if self._parallel:
             self._samples = [stop - start for start, stop in shares(plan.minibatch, plan.gpus)]
@@ -285,26 +290,39 @@ class _Maker:
         work.hop_first_ns, work.hop_last_ns = hops
 
     def _add_update(self, job: Job, place: _Place) -> None:
-        costs, pack = self._costs, place.pack
-        gradient = costs.gradient_bytes(*pack)
-        owner = next(work for work in job.works if work.gpu == place.owner)
-        into, out = self._ways.into[owner.gpu], self._ways.out[owner.gpu]
-        by_host = len(job.works) > 1 and self._reduce is Reduce.HOST
-        if len(job.works) > 1 and not by_host and gradient:
-            job.before_update_ns, job.reduced_bytes = self._ways.ring_ns(gradient), gradient
+        """The reduction, and the update on the owner, on all GPUs by shard, or in the host."""
+        costs, pack, works = self._costs, place.pack, job.works
+        by_host, scattered = (len(works) > 1 and self._reduce is each for each in (Reduce.HOST, Reduce.SCATTER))
+        takers = works if scattered else [work for work in works if work.gpu == place.owner]
+
+        def taken(kind: TensorKind, run: Pack, work: Work) -> int:
+            return self._shards.bytes(kind, run, work.gpu) if scattered else home_bytes(costs, kind, run)
+
+        if len(works) > 1 and not by_host:
+            job.sent_bytes = (1 if scattered else 2) * (len(works) - 1) * costs.gradient_bytes(*pack)
+            job.before_update_ns = self._ways.ring_ns(job.sent_bytes)
         if by_host or self._update is UpdateOn.CPU:
-            writers = job.works if by_host else [owner]
-            job.before_update_ns += min(self._ways.out[work.gpu].ns(gradient) for work in writers)
-            for work in writers:
-                work.out_bytes += gradient
-        owned = [layer for layer in range(pack[0], pack[1] + 1) if costs.updates(layer)]
+            writers = works if by_host else takers
+            sizes = [taken(TensorKind.GRADIENT, pack, work) for work in writers]
+            times = [self._ways.out[work.gpu].ns(size) for work, size in zip(writers, sizes, strict=True)]
+            # Shards all leave after the reduction; who of those that the host adds leaves last is not known.
+            job.before_update_ns += max(times) if scattered else min(times)
+            for work, size in zip(writers, sizes, strict=True):
+                work.out_bytes += size
+        updated = list(runs_where(pack, costs.updates))
         if self._update is UpdateOn.CPU:
             job.update_ns = math.floor(costs.update_ns(*pack, Phase.UPDATE_CPU) / self._machine.host.speed)
-        elif owned:
-            state, weight = costs.optimizer_state_bytes(*pack), sum(costs.weight_bytes(at, at) for at in owned)
-            job.updater = owner.gpu
-            job.state_in_ns = into.ns(state)
-            job.update_ns = math.floor(costs.update_ns(*pack, Phase.UPDATE_GPU) / self._machine.gpus[owner.gpu].speed)
-            job.after_update_ns = out.ns(weight)
-            owner.in_bytes += state
-            owner.out_bytes += state + weight
+        elif updated:
+            job.updaters = tuple(work.gpu for work in takers)
+            states = [taken(TensorKind.OPTIMIZER_STATE, pack, work) for work in takers]
+            weights = [sum(taken(TensorKind.WEIGHT, run, work) for run in updated) for work in takers]
+            whole = costs.update_ns(*pack, Phase.UPDATE_GPU)
+            parts = [self._shards.updated(pack, gpu) if scattered else 1 for gpu in job.updaters]
+            speeds = [self._machine.gpus[gpu].speed for gpu in job.updaters]
+            job.update_ns = min(math.floor(whole * part / speed) for part, speed in zip(parts, speeds, strict=True))
+            into, out = ([ways[gpu] for gpu in job.updaters] for ways in (self._ways.into, self._ways.out))
+            job.state_in_ns = min(way.ns(size) for way, size in zip(into, states, strict=True))
+            job.after_update_ns = min(way.ns(size) for way, size in zip(out, weights, strict=True))
+            for work, state, weight in zip(takers, states, weights, strict=True):
+                work.in_bytes += state
+                work.out_bytes += state + weight

@@ -25,6 +25,8 @@ from traces.schema import Phase
 
 from ..hardware.machine import HOST, Machine
 from ..plan import Pack, Reduce, StashPlace, UpdateOn, shares
+from ..schedule import TensorKind
+from ..shards import Shards
 from ..units import NS_PER_S
 from .group_work import Batches, Size
 from .ways import Ways
@@ -58,6 +60,8 @@ class Halves:
         self._costs, self._machine, self._ways = costs, machine, Ways(machine)
         self._parallel, self._update, self._reduce = parallel, update, reduce
         self._gpus, self._turns, self._split = len(machine.gpus), turns, split
+        self._shards = Shards(costs, self._gpus)
+        self._scattered = parallel and reduce is Reduce.SCATTER and self._gpus > 1
         self._samples = [b - a for a, b in shares(minibatch, self._gpus)] if parallel else [minibatch]
         self._speeds = np.array([gpu.speed for gpu in machine.gpus])
         top = [*(link for link in machine.links if link.parent == HOST), *(g for g in machine.gpus if g.link == HOST)]
@@ -118,9 +122,8 @@ class Halves:
         tasks = len(packs) * (1 + (1 + self._split) * sum(b.number for b in batches))
         if self._parallel:
             own = (work.sum(axis=0) / self._speeds + self._homeward_ns(packs[0], 0))[None, :]
-            for index, update in enumerate(updates):
-                gpu = self._turns[index % self._gpus]
-                own[0, gpu] += update / self._speeds[gpu]
+            for index, (pack, update) in enumerate(zip(packs, updates, strict=True)):
+                own[0] += update * self._update_parts(pack, self._turns[index % self._gpus]) / self._speeds
         else:
             lasts = [pack_ns(pack, batches[0].last) for pack in packs]
             own = np.array([self._dealt(deal, work[:, 0] + updates, lasts, packs) for deal in range(self._gpus)])
@@ -131,6 +134,12 @@ class Halves:
             busy[..., self._gpus + 1] += smallest / self._speeds.max() - _ROUNDING_NS
             busy[..., self._gpus + 1] += min(self._homeward_ns(packs[0], gpu) for gpu in range(self._gpus))
         return busy
+
+    def _update_parts(self, pack: Pack, owner: int) -> NDArray[np.float64]:
+        """By GPU, which part of a pack's update it does at least."""
+        if self._scattered:
+            return np.array([self._shards.updated(pack, gpu) for gpu in range(self._gpus)])
+        return np.array([float(gpu == owner) for gpu in range(self._gpus)])
 
     def _dealt(self, deal: int, work: Busy, lasts: Sequence[int], packs: Sequence[Pack]) -> Busy:
         """Time of each GPU if the last backward pack takes turn ``deal``, and what follows its last group."""
@@ -147,10 +156,12 @@ class Halves:
         """From the last backward to the end of its pack's update in the host."""
         if self._update is UpdateOn.GPU:
             return 0.0
-        gradient = self._costs.gradient_bytes(*pack)
         update = self._costs.update_ns(*pack, Phase.UPDATE_CPU) / self._machine.host.speed - _ROUNDING_NS
-        out = [self._ways.out[each] for each in range(self._gpus)] if self._parallel else [self._ways.out[gpu]]
-        return min(way.ns(gradient) for way in out) + update
+        gpus = range(self._gpus) if self._parallel else [gpu]
+        if self._scattered:
+            sizes = [self._shards.bytes(TensorKind.GRADIENT, pack, each) for each in gpus]
+            return max(self._ways.out[each].ns(size) for each, size in zip(gpus, sizes, strict=True)) + update
+        return min(self._ways.out[each].ns(self._costs.gradient_bytes(*pack)) for each in gpus) + update
 
     def _forward_bytes(self, u: int, packs: Sequence[Pack]) -> tuple[float, float]:
         inputs = self._over_layers(u, self._costs.input_bytes)

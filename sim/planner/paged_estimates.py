@@ -49,7 +49,7 @@ def paged_bound_ns(plan: PagedPlan, costs: Costs, machine: Machine, ways: Ways) 
             alone = max(alone, in_ns + stage.heavy_compute_ns())
     loads = ways.nothing
     if plan.policy.splits_minibatch:
-        loads = ways.ring_load(costs.gradient_bytes(0, costs.layer_count - 1))
+        loads = ways.ring_load(2 * (plan.gpus - 1) * costs.gradient_bytes(0, costs.layer_count - 1))
     for gpu, (stage, amount) in enumerate(zip(stages, moved, strict=True)):
         loads = loads + amount.into * ways.into[gpu].load + amount.out * ways.out[gpu].load
         if stage.own.stage > 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..hardware.fabric import Fabric, Route, ring_edge_bytes
+from ..hardware.fabric import Fabric, Route
 from ..hardware.machine import Machine
 from ..units import NS_PER_S
 
@@ -55,18 +55,17 @@ class Ways:
         """The load that a byte between two GPUs is for certain if it may also go through the host."""
         return np.minimum(self.between[source, target].load, self.out[source].load + self.into[target].load)
 
-    def ring_load(self, gradient_bytes: int) -> Loads:
-        """Load of an all-reduce over all GPUs."""
+    def ring_load(self, sent_bytes: int) -> Loads:
+        """Load of collectives in which all GPUs together send so many bytes."""
         if not self._ring:
             return self.nothing
         edges: Loads = np.sum([edge.load for edge in self._ring], axis=0)
-        return edges * ring_edge_bytes(gradient_bytes, len(self._ring))
+        return edges * (sent_bytes / len(self._ring))
 
-    def ring_ns(self, gradient_bytes: int) -> float:
-        """Time of an all-reduce over all GPUs."""
-        drained = float(self.drain_ns(self.ring_load(gradient_bytes)).max())
-        edge_bytes = ring_edge_bytes(gradient_bytes, max(1, len(self._ring)))
-        return max([drained, *(edge.ns(edge_bytes) for edge in self._ring)])
+    def ring_ns(self, sent_bytes: int) -> float:
+        """Time of a collective in which all GPUs together send so many bytes."""
+        drained = float(self.drain_ns(self.ring_load(sent_bytes)).max())
+        return max([drained, *(edge.ns(sent_bytes / len(self._ring)) for edge in self._ring)])
 
 
 def _swaps(fabric: Fabric, routes: list[Route], together: bool) -> list[Way]:

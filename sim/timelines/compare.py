@@ -87,7 +87,7 @@ class Comparison:
             *((f"{kind} in", pair) for kind, pair in self.swap_in.items()),
             *((f"{kind} out", pair) for kind, pair in self.swap_out.items()),
             ("p2p", self.p2p_bytes),
-            ("all-reduce", self.allreduce_bytes),
+            ("collective", self.allreduce_bytes),
         ]
         return [
             f"{name}: {p.predicted:.0f} B predicted, {p.measured:.0f} B measured" for name, p in named if p.difference
@@ -179,7 +179,7 @@ class Comparison:
         )
         moved = [(f"{kind} in", self.swap_in[kind]) for kind in self.swap_in]
         moved += [(f"{kind} out", self.swap_out[kind]) for kind in self.swap_out]
-        moved += [("p2p", self.p2p_bytes), ("all-reduce", self.allreduce_bytes)]
+        moved += [("p2p", self.p2p_bytes), ("collective", self.allreduce_bytes)]
         yield Table(
             "Bytes moved by tensor kind",
             columns,

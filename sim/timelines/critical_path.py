@@ -22,6 +22,8 @@ class Cause(Enum):
     SWAP_OUT = "swap_out"
     P2P = "p2p"
     ALLREDUCE = "allreduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
     REDUCE = "reduce"
     UPDATE = "update"
     IDLE = "idle"
@@ -35,6 +37,8 @@ _CAUSES = {
     TaskKind.UPDATE: Cause.UPDATE,
     TaskKind.REDUCE: Cause.REDUCE,
     TaskKind.ALLREDUCE: Cause.ALLREDUCE,
+    TaskKind.REDUCE_SCATTER: Cause.REDUCE_SCATTER,
+    TaskKind.ALL_GATHER: Cause.ALL_GATHER,
     TaskKind.SWAP_IN: Cause.SWAP_IN,
     TaskKind.SWAP_OUT: Cause.SWAP_OUT,
     TaskKind.P2P: Cause.P2P,

@@ -56,8 +56,14 @@ def p2p_bytes(timeline: Timeline) -> int:
 
 
 def allreduce_bytes(timeline: Timeline) -> int:
-    """Bytes sent in all-reduces by all GPUs together."""
-    return _total(_copied(timeline), TaskKind.ALLREDUCE)
+    """Bytes sent by all GPUs together in all-reduces and their halves, reduce-scatters and all-gathers."""
+    return sum(collective_bytes(timeline).values())
+
+
+def collective_bytes(timeline: Timeline) -> dict[str, int]:
+    """The same by kind of collective; every kind is there."""
+    copied = _copied(timeline)
+    return {kind.value: _total(copied, kind) for kind in TaskKind if kind.is_collective}
 
 
 def busy_s(timeline: Timeline) -> dict[str, dict[str, float]]:
@@ -142,6 +148,7 @@ def summary(timeline: Timeline) -> dict[str, Any]:
         "swap_bytes_by_gpu": swap_bytes_by_gpu(timeline),
         "p2p_bytes": p2p_bytes(timeline),
         "allreduce_bytes": allreduce_bytes(timeline),
+        "collective_bytes": collective_bytes(timeline),
         "busy_s": busy_s(timeline),
         "notes": info.notes,
     }

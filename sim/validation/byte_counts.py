@@ -7,34 +7,38 @@ from collections.abc import Iterator
 from traces.costs import Costs
 
 from ..schedule import Buffer, Schedule, Task, TaskKind, TensorKind
+from ..shards import Shards
 
 
 def byte_faults(schedule: Schedule, costs: Costs) -> Iterator[str]:
     """Buffers, copies and reserved workspaces that disagree with the trace."""
+    shards = Shards(costs, schedule.plan.gpus)
     for buffer in schedule.buffers:
-        expected = _tensor_bytes(buffer.kind, buffer, costs)
+        expected = _tensor_bytes(buffer.kind, buffer, costs, shards)
         if expected is not None and buffer.bytes != expected:
             yield f"{buffer} has {buffer.bytes} B, the trace says {expected} B"
     for task in schedule.tasks:
-        expected = _copy_bytes(task, costs, schedule.plan.gpus)
+        expected = _copy_bytes(task, costs, shards)
         if expected is not None and task.bytes != expected:
             yield f"{task} copies {task.bytes} B, the trace says {expected} B"
         yield from _workspace_faults(schedule, task, costs)
 
 
-def _copy_bytes(task: Task, costs: Costs, gpus: int) -> int | None:
-    match task.kind:
-        case TaskKind.SWAP_IN | TaskKind.SWAP_OUT | TaskKind.P2P:
-            return None if task.tensor_kind is None else _tensor_bytes(task.tensor_kind, task, costs)
-        case TaskKind.ALLREDUCE:
-            return 2 * (gpus - 1) * costs.gradient_bytes(task.layer_first, task.layer_last)
-        case _:
-            return None
+def _copy_bytes(task: Task, costs: Costs, shards: Shards) -> int | None:
+    if not task.kind.is_copy or task.tensor_kind is None:
+        return None
+    size = _tensor_bytes(task.tensor_kind, task, costs, shards)
+    if not task.kind.is_collective or size is None:
+        return size
+    passes = 2 if task.kind is TaskKind.ALLREDUCE else 1
+    return passes * (shards.gpus - 1) * size
 
 
-def _tensor_bytes(kind: TensorKind, tensor: Buffer | Task, costs: Costs) -> int | None:
+def _tensor_bytes(kind: TensorKind, tensor: Buffer | Task, costs: Costs, shards: Shards) -> int | None:
     """Bytes of a tensor, or of what a copy moves of it; None where the trace does not say."""
     first, last = tensor.layer_first, min(tensor.layer_last, costs.layer_count - 1)
+    if tensor.shard is not None and kind is not TensorKind.WORKSPACE:
+        return shards.bytes(kind, (first, last), tensor.shard)
     u = tensor.samples[1] - tensor.samples[0] if tensor.samples else 0
     match kind:
         case TensorKind.WEIGHT:

@@ -6,7 +6,8 @@ update on the host reads gradients and changes weights and optimizer state there
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import product
 from typing import NamedTuple
 
 from traces.costs import Costs
@@ -19,11 +20,13 @@ _KINDS = (TensorKind.WEIGHT, TensorKind.BUFFER, TensorKind.GRADIENT, TensorKind.
 
 
 class _Home(NamedTuple):
-    """A layer's tensor in one copy of the store (of a GPU of its own, or shared: None)."""
+    """A layer's tensor in one copy of the store (of a GPU of its own, or shared: None); where a schedule has shards,
+    one of them."""
 
     gpu: int | None
     kind: TensorKind
     layer: int
+    shard: int | None
 
 
 class _Access(NamedTuple):
@@ -37,8 +40,10 @@ def home_faults(schedule: Schedule, surely: HappensBefore, costs: Costs | None) 
     Which layers have gradients is known only with a trace.
     """
     accesses: dict[_Home, list[_Access]] = {}
+    sharded = any(task.shard is not None for task in schedule.tasks)
+    shards = range(schedule.plan.gpus) if sharded else (None,)
     for task in schedule.tasks:
-        for home, writes in _touched(task, schedule.plan.policy):
+        for home, writes in _touched(task, schedule.plan.policy, shards if task.shard is None else (task.shard,)):
             accesses.setdefault(home, []).append(_Access(task, writes))
     said: set[tuple[int, int]] = set()  # layers of a pack have the same faults; say them once
     for home, used in accesses.items():
@@ -52,7 +57,7 @@ def home_faults(schedule: Schedule, surely: HappensBefore, costs: Costs | None) 
             yield f"{first} takes gradient {home.layer} from the store before anything has written it there"
 
 
-def _touched(task: Task, policy: Policy) -> Iterator[tuple[_Home, bool]]:
+def _touched(task: Task, policy: Policy, shards: Iterable[int | None]) -> Iterator[tuple[_Home, bool]]:
     """Home tensors that a task reads or, if the flag is set, writes."""
     match task.kind:
         case TaskKind.SWAP_IN if not task.reads:
@@ -68,8 +73,8 @@ def _touched(task: Task, policy: Policy) -> Iterator[tuple[_Home, bool]]:
     owner = task.gpu if policy.has_private_stores else None
     for kind, writes in kinds.items():
         if kind in _KINDS:
-            for layer in range(task.layer_first, task.layer_last + 1):
-                yield _Home(owner, kind, layer), writes
+            for layer, shard in product(range(task.layer_first, task.layer_last + 1), shards):
+                yield _Home(owner, kind, layer, shard), writes
 
 
 def _conflicts(used: list[_Access], surely: HappensBefore) -> Iterator[tuple[Task, Task]]:

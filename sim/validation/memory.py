@@ -104,7 +104,7 @@ def _reach(task: Task, everywhere: frozenset[int | None]) -> tuple[frozenset[int
             return own, host
         case TaskKind.P2P:
             return own, frozenset([task.peer])
-        case TaskKind.ALLREDUCE:
+        case TaskKind.ALLREDUCE | TaskKind.REDUCE_SCATTER | TaskKind.ALL_GATHER:
             return everywhere - host, everywhere - host
         case _:
             return own, own

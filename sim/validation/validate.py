@@ -4,9 +4,10 @@
 2. Places: devices and lanes exist and go with the kinds of tasks; layers and samples are within the model's.
 3. Work: every sample passes every layer forward once and then backward once, or once in each of its two parts; every
    layer is updated once.
-4. Memory: every buffer is there when it is used, whatever the timing, and peaks are what the plan says. Nothing in the
+4. Shards: a task that needs whole tensors finds them whole.
+5. Memory: every buffer is there when it is used, whatever the timing, and peaks are what the plan says. Nothing in the
    host store is read while it is written.
-5. With a trace: bytes are what the trace says.
+6. With a trace: bytes are what the trace says.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .byte_counts import byte_faults
 from .happens_before import HappensBefore
 from .home import home_faults
 from .memory import memory_faults
+from .shards import shard_faults
 from .work import order_faults, part_faults, pass_faults, update_faults
 
 
@@ -42,7 +44,7 @@ def validate(schedule: Schedule, trace: Trace | None = None) -> None:
     faults = chain(faults, pass_faults(schedule), update_faults(schedule, costs))
     if not places and not numbers:
         surely = HappensBefore(schedule)
-        faults = chain(faults, order_faults(schedule, surely), part_faults(schedule))
+        faults = chain(faults, order_faults(schedule, surely), part_faults(schedule), shard_faults(schedule))
         faults = chain(faults, memory_faults(schedule, surely))
         faults = chain(faults, home_faults(schedule, surely, costs))
         if costs is not None:
@@ -88,6 +90,8 @@ def place_faults(schedule: Schedule) -> Iterator[str]:
             yield f"buffer {buffer.id} is on gpu {buffer.gpu}; the plan has gpus 0-{gpus - 1}"
         if not 0 <= buffer.layer_first <= buffer.layer_last <= layers:  # labels are x(layers)
             yield f"buffer {buffer.id} is of layers {buffer.layer_first}-{buffer.layer_last} of {layers}"
+        if buffer.shard is not None and not 0 <= buffer.shard < gpus:
+            yield f"buffer {buffer.id} is shard {buffer.shard}; the plan has shards 0-{gpus - 1}"
         if buffer.bytes < 0 or (buffer.offset or 0) < 0:
             yield f"buffer {buffer.id} has {buffer.bytes} B at {buffer.offset}; neither may be negative"
     for task in schedule.tasks:
@@ -99,10 +103,12 @@ def _device_faults(task: Task, gpus: int) -> Iterator[str]:
     for gpu in (task.gpu, task.peer):
         if gpu is not None and not 0 <= gpu < gpus:
             yield f"{task} names gpu {gpu}; the plan has gpus 0-{gpus - 1}"
+    if task.shard is not None and not 0 <= task.shard < gpus:
+        yield f"{task} is of shard {task.shard}; the plan has shards 0-{gpus - 1}"
     if task.lane is not (lane := _lane_of(task)):
         yield f"{task} is in the wrong lane; it belongs in {lane.value}"
     match task.kind:
-        case TaskKind.REDUCE | TaskKind.ALLREDUCE:
+        case TaskKind.REDUCE | TaskKind.ALLREDUCE | TaskKind.REDUCE_SCATTER | TaskKind.ALL_GATHER:
             if task.gpu is not None:
                 yield f"{task} names a gpu; it has none of its own"
         case TaskKind.UPDATE:
@@ -122,7 +128,7 @@ def _lane_of(task: Task) -> Lane:
             return Lane.UPDATE if task.gpu is None else Lane.COMPUTE
         case TaskKind.REDUCE:
             return Lane.UPDATE
-        case TaskKind.ALLREDUCE:
+        case TaskKind.ALLREDUCE | TaskKind.REDUCE_SCATTER | TaskKind.ALL_GATHER:
             return Lane.COLLECTIVE
         case TaskKind.SWAP_IN:
             return Lane.SWAP_IN

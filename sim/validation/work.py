@@ -100,8 +100,11 @@ def update_faults(schedule: Schedule, costs: Costs | None) -> Iterator[str]:
 
 
 def _update_copies(schedule: Schedule) -> dict[str, list[Task]]:
-    """Updates by the copy of the state that they change: one shared copy, or every GPU's own."""
+    """Updates by the copy of the state that they change, or the shard of it: one shared copy, or every GPU's own."""
     updates = list(schedule.copies(TaskKind.UPDATE))
+    if any(task.shard is not None for task in updates):
+        shards = range(schedule.plan.gpus)
+        return {f" in shard {shard}": [t for t in updates if t.shard in (None, shard)] for shard in shards}
     if not schedule.plan.policy.has_private_stores:
         return {"": updates}
     return {f" on gpu {gpu}": [t for t in updates if t.gpu == gpu] for gpu in range(schedule.plan.gpus)}

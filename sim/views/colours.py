@@ -1,7 +1,7 @@
 """One colour per task kind and per tensor kind, the same in every picture; told apart by colour-blind eyes too.
 
 Task kinds use the palette of Okabe and Ito (2008), tensor kinds Paul Tol's "muted" scheme. The parts of a backward
-are darker and lighter than a whole one.
+are darker and lighter than a whole one, the halves of an all-reduce darker than that.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ TASK_COLOURS: dict[TaskKind, str] = {
     TaskKind.UPDATE: "#009E73",
     TaskKind.REDUCE: "#000000",
     TaskKind.ALLREDUCE: "#F0E442",
+    TaskKind.REDUCE_SCATTER: "#B8A200",
+    TaskKind.ALL_GATHER: "#5C4A00",
     TaskKind.SWAP_IN: "#E69F00",
     TaskKind.SWAP_OUT: "#D55E00",
     TaskKind.P2P: "#CC79A7",

@@ -23,6 +23,8 @@ _LETTERS = {
     TaskKind.UPDATE: "U",
     TaskKind.REDUCE: "R",
     TaskKind.ALLREDUCE: "A",
+    TaskKind.REDUCE_SCATTER: "RS",
+    TaskKind.ALL_GATHER: "AG",
 }
 _TENSORS = {
     TensorKind.WEIGHT: "w",
@@ -37,9 +39,9 @@ _TENSORS = {
 }
 _EMPTY = "."
 LEGEND = (
-    "F forward, B backward (BI, BW: its parts for inputs and weights), U update, R reduce, A all-reduce;\n"
-    "copies: w weight, b buffer, dw gradient, k optimizer state, s stash, x activation, g its gradient, d data;\n"
-    "then layers, .microbatch, >to or <from"
+    "F forward, B backward (BI, BW: its parts for inputs and weights), U update, R reduce, A all-reduce,\n"
+    "RS reduce-scatter, AG all-gather; copies: w weight, b buffer, dw gradient, k optimizer state, s stash,\n"
+    "x activation, g its gradient, d data; then layers, .microbatch, >to or <from"
 )
 
 

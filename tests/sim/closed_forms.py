@@ -119,7 +119,7 @@ def _data_parallel(plan: HarmonyPlan, s: Letters) -> Moved:
             }
         ),
         TaskKind.P2P: Counter(),
-        TaskKind.ALLREDUCE: Counter({TensorKind.GRADIENT: 0 if by_host else 2 * (plan.gpus - 1) * s.dw}),
+        **_collectives(plan.reduce, (plan.gpus - 1) * s.dw),
     }
 
 
@@ -156,7 +156,16 @@ def _pipeline(plan: HarmonyPlan, s: Letters) -> Moved:
                 TensorKind.STASH: sum(s.x(layer) for layer in _stashed(plan, StashPlace.KEEP) if _crosses(plan, layer)),
             }
         ),
-        TaskKind.ALLREDUCE: Counter(),
+        **_collectives(None, 0),
+    }
+
+
+def _collectives(reduce: Reduce | None, sent: int) -> Moved:
+    """``sent``: what the GPUs together send when a gradient goes round the ring once."""
+    return {
+        TaskKind.ALLREDUCE: Counter({TensorKind.GRADIENT: 2 * sent} if reduce is Reduce.RING else {}),
+        TaskKind.REDUCE_SCATTER: Counter({TensorKind.GRADIENT: sent} if reduce is Reduce.SCATTER else {}),
+        TaskKind.ALL_GATHER: Counter(),
     }
 
 

@@ -16,6 +16,8 @@ LANES = {
     TaskKind.UPDATE: Lane.COMPUTE,
     TaskKind.REDUCE: Lane.UPDATE,
     TaskKind.ALLREDUCE: Lane.COLLECTIVE,
+    TaskKind.REDUCE_SCATTER: Lane.COLLECTIVE,
+    TaskKind.ALL_GATHER: Lane.COLLECTIVE,
     TaskKind.SWAP_IN: Lane.SWAP_IN,
     TaskKind.SWAP_OUT: Lane.SWAP_OUT,
     TaskKind.P2P: Lane.P2P_OUT,
@@ -56,6 +58,7 @@ class Hand:
         *,
         gpu: int | None = 0,
         samples: Interval | None = None,
+        shard: int | None = None,
         offset: int | None = None,
     ) -> int:
         first, last = layers if isinstance(layers, tuple) else (layers, layers)
@@ -67,6 +70,7 @@ class Hand:
             layer_last=last,
             bytes=size,
             samples=samples,
+            shard=shard,
             offset=offset,
         )
         self.buffers.append(made)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from executor.devices.cuda import CudaDevices
-from executor.devices.facade import Copy, DeviceKind
+from executor.devices.facade import Copy, DeviceKind, Sum
 from executor.errors import DeviceError
 from executor.models import workloads
 from sim.plan import Plan, Policy, UpdateOn
@@ -156,3 +156,16 @@ def test_all_reduce_leaves_the_sum_in_rank_order_everywhere(count: int) -> None:
     collective.all_reduce(shares)
     devices.finish()
     assert all(torch.equal(share.cpu(), values[0] + values[1]) for share in shares)
+
+
+def test_reduce_scatter_and_all_gather_make_an_all_reduce() -> None:
+    need(2)
+    devices = CudaDevices(made.machine(2))
+    values = [torch.randn(1000) for _ in range(2)]
+    collective = devices.queue((None, Lane.COLLECTIVE))
+    parts = [value.to(devices.device(gpu)).tensor_split(2) for gpu, value in enumerate(values)]
+    devices.begin()
+    collective.reduce_scatter([Sum(parts[own][own], [part[own] for part in parts]) for own in range(2)], 2)
+    collective.all_gather([Copy(parts[to][own], parts[own][own]) for own in range(2) for to in range(2)], 2)
+    devices.finish()
+    assert all(torch.equal(torch.cat(part).cpu(), values[0] + values[1]) for part in parts)

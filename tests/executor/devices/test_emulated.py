@@ -3,13 +3,16 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
 
 from executor.devices import emulated
 from executor.devices.emulated import EmulatedDevices, nominal_machine
-from executor.devices.facade import Aborted, Copy, Overruns
+from executor.devices.facade import Aborted, Copy, Overruns, Sum
+from executor.devices.links import Load
 from executor.devices.processor import YARDSTICK_NS, SteadyClock
 from sim.errors import MachineError
 from sim.hardware.machine import Emulation, Gpu, Host, Link, Machine
@@ -129,6 +132,44 @@ def test_all_reduce_leaves_the_sum_in_rank_order_everywhere(count: int, monkeypa
     expected = (shares[0] + shares[1]) + shares[2]  # to the last bit: float addition depends on the order
     EmulatedDevices(made.machine(3)).queue((None, Lane.COLLECTIVE)).all_reduce(shares)
     assert all(torch.equal(share, expected) for share in shares)
+
+
+@pytest.mark.parametrize("count", [1, 5, 1000])
+def test_reduce_scatter_leaves_each_sum_at_its_target_alone(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulated, "PIECE_BYTES", 256)
+    first, second, third, held = (torch.randn(count) for _ in range(4))
+    before, expected = second.clone(), ((first + second) + third, (held + first) + second)
+    sums = [Sum(first, (first, second, third)), Sum(held, (held, first.clone(), second))]
+    EmulatedDevices(made.machine(3)).queue((None, Lane.COLLECTIVE)).reduce_scatter(sums, 3)
+    assert torch.equal(first, expected[0])
+    assert torch.equal(held, expected[1])
+    assert torch.equal(second, before)
+
+
+def test_all_gather_copies() -> None:
+    own, others = torch.randn(1000), [torch.zeros(1000) for _ in range(2)]
+    collective = EmulatedDevices(made.machine(2)).queue((None, Lane.COLLECTIVE))
+    collective.all_gather([Copy(other, own) for other in others], 2)
+    assert all(torch.equal(other, own) for other in others)
+
+
+def test_halves_of_an_all_reduce_load_each_edge_of_the_ring_with_half_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On three GPUs 8000 bytes: each sends two thirds of them; in an all-reduce, twice."""
+    devices = EmulatedDevices(made.machine(3))
+    loads: list[list[float]] = []
+
+    def carry(carried: Sequence[Load], work: Iterable[float]) -> None:
+        loads.append([load.bytes for load in carried])
+        deque(work, maxlen=0)
+
+    monkeypatch.setattr(devices.links, "carry", carry)
+    queue = devices.queue((None, Lane.COLLECTIVE))
+    whole = [torch.zeros(2000) for _ in range(3)]
+    parts = [each.tensor_split(3) for each in whole]
+    queue.all_reduce(whole)
+    queue.reduce_scatter([Sum(parts[shard][shard], [part[shard] for part in parts]) for shard in range(3)], 3)
+    queue.all_gather([Copy(parts[to][shard], parts[shard][shard]) for shard in range(3) for to in range(3)], 3)
+    assert loads == [pytest.approx([edge] * 3) for edge in (32000 / 3, 16000 / 3, 16000 / 3)]
 
 
 def test_running_takes_one_thread_of_torch_and_gives_the_others_back() -> None:

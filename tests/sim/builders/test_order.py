@@ -3,9 +3,9 @@
 import pytest
 from msgspec.structs import replace
 
-from sim.builders.order import linearize, place_groups, split_packs, steps_by_gpu, update_owner
+from sim.builders.order import linearize, place_groups, split_packs, steps_by_gpu, takes_update
 from sim.errors import PlanError
-from sim.plan import HarmonyPlan, Policy, UpdateOn
+from sim.plan import HarmonyPlan, Policy, Reduce, UpdateOn
 from sim.schedule import TaskKind
 from traces.costs import Costs
 from traces.synthetic import uniform_trace, with_frozen
@@ -56,7 +56,8 @@ def test_an_order_names_every_gpu_once():
 
 def test_data_parallel_owners_take_turns_in_the_order_of_the_gpus():
     swapped = plan(Policy.HARMONY_DP, gpu_order=(1, 0))
-    owners = {g.pack_index: update_owner(swapped, g) for g in place_groups(swapped) if g.kind is TaskKind.BACKWARD}
+    backwards = [group for group in place_groups(swapped) if group.kind is TaskKind.BACKWARD]
+    owners = {group.pack_index: group.gpu for group in backwards if takes_update(swapped, group)}
     assert owners == {0: 1, 1: 0}
 
 
@@ -112,9 +113,18 @@ def test_data_parallel_gpus_run_the_same_packs_on_their_shares():
 
 def test_data_parallel_owners_take_turns_and_update_after_everyones_backward():
     both = plan(Policy.HARMONY_DP, update=UpdateOn.GPU, minibatch=2, u_fwd=1, u_bwd=1, packs_fwd=((0, 2),))
-    owners = {g.pack_index: update_owner(both, g) for g in place_groups(both) if g.kind is TaskKind.BACKWARD}
-    assert owners == {0: 0, 1: 1}
+    backwards = [group for group in place_groups(both) if group.kind is TaskKind.BACKWARD]
+    assert [(group.pack_index, group.gpu) for group in backwards if takes_update(both, group)] == [(1, 1), (0, 0)]
     assert drawn(both, frozenset(both.packs_bwd)) == "0:F0.0 1:F0.0 0:B1.0 1:B1.0 0:B0.0 1:U1.1 1:B0.0 0:U0.1"
+
+
+def test_where_gradients_are_scattered_every_gpu_updates_its_shard_of_every_pack():
+    each = plan(
+        Policy.HARMONY_DP, update=UpdateOn.GPU, reduce=Reduce.SCATTER, minibatch=2, u_fwd=1, u_bwd=1,
+        packs_fwd=((0, 2),),
+    )  # fmt: skip
+    order = "0:F0.0 1:F0.0 0:B1.0 1:B1.0 0:U1.1 1:U1.1 0:B0.0 1:B0.0 0:U0.1 1:U0.1"
+    assert drawn(each, frozenset(each.packs_bwd)) == order
 
 
 def test_a_pipeline_over_one_gpu_is_data_parallel_over_one_gpu():

@@ -37,9 +37,17 @@ def test_copies_take_their_route() -> None:
     assert demand(TaskKind.P2P, gpu=1, peer=0, **kind) == Demand(3, (Flow(FABRIC.p2p(1, 0), 50),))
 
 
-def test_an_all_reduce_takes_every_edge_of_the_ring() -> None:
+@pytest.mark.parametrize("kind", [TaskKind.ALLREDUCE, TaskKind.REDUCE_SCATTER, TaskKind.ALL_GATHER])
+def test_a_collective_takes_every_edge_of_the_ring(kind: TaskKind) -> None:
     edges = FABRIC.ring(2)
-    assert demand(TaskKind.ALLREDUCE, gpu=None, bytes=300) == Demand(3, tuple(Flow(edge, 150) for edge in edges))
+    assert demand(kind, gpu=None, bytes=300) == Demand(3, tuple(Flow(edge, 150) for edge in edges))
+
+
+def test_the_update_of_a_shard_takes_its_part_of_the_weights() -> None:
+    """Layers of 100 and 200 bytes: 7 and 13 grains, of which the first of two GPUs has 4 and 7, 176 bytes in all."""
+    whole = demand(TaskKind.UPDATE, (0, 1), gpu=0).delay_ns
+    parts = [demand(TaskKind.UPDATE, (0, 1), gpu=gpu, shard=gpu).delay_ns for gpu in (0, 1)]
+    assert parts == [round(whole * part / 300) for part in (176, 124)]
 
 
 def test_a_reduction_takes_host_memory() -> None:

@@ -56,6 +56,17 @@ def test_bytes_by_direction_kind_and_gpu() -> None:
     assert metrics.allreduce_bytes(timeline) == 400
 
 
+def test_collectives_are_counted_together_and_by_kind() -> None:
+    hand = Hand(plan(gpus=2))
+    hand.task(TaskKind.ALLREDUCE, gpu=None, tensor_kind=TensorKind.GRADIENT, bytes=400)
+    hand.task(TaskKind.REDUCE_SCATTER, gpu=None, tensor_kind=TensorKind.GRADIENT, bytes=100)
+    hand.task(TaskKind.ALL_GATHER, gpu=None, tensor_kind=TensorKind.WEIGHT, bytes=30)
+    hand.task(TaskKind.ALL_GATHER, gpu=None, tensor_kind=TensorKind.WEIGHT, bytes=7)
+    timeline = of(hand.schedule(), step([1, 1, 1, 1]))
+    assert metrics.allreduce_bytes(timeline) == 537
+    assert metrics.collective_bytes(timeline) == {"allreduce": 400, "reduce_scatter": 100, "all_gather": 37}
+
+
 def test_busy_counts_both_ends_of_p2p_and_all_gpus_of_an_all_reduce() -> None:
     assert metrics.busy_s(of(two_gpus(), step(LENGTHS))) == {
         "0": {"swap_in": 1e-6, "p2p_out": 0.5e-6, "collective": 0.3e-6},

@@ -122,7 +122,7 @@ def refused(match: str, *, memory: pd.DataFrame | None = None, steps: int = 1, *
 def test_tables_are_checked() -> None:
     refused("has steps \\[0\\], but its header says 2", steps=2)
     refused("step 0, task 0 ends at 100 ns, before its start at 101 ns", start_ns=101)
-    refused("column kind: holds 'juggle'; it may hold allreduce, backward", kind="juggle")
+    refused("column kind: holds 'juggle'; it may hold all_gather, allreduce, backward", kind="juggle")
     refused("column lane: holds nothing", lane=pd.Series([pd.NA] * len(SCHEDULE.tasks), dtype="string"))
     refused("memory table lacks gpu", memory=timeline(TIMES).memory.drop(columns="gpu"))
     refused("task table has unknown column\\(s\\) colour", colour="red")

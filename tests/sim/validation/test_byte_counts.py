@@ -58,6 +58,33 @@ def test_an_all_reduce_is_what_all_gpus_send() -> None:
     assert found(300) == ["allreduce gradient 0-1 on host collective (task 0) copies 300 B, the trace says 1200 B"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "tensor", "sent"),
+    [(TaskKind.REDUCE_SCATTER, TensorKind.GRADIENT, 600), (TaskKind.ALL_GATHER, TensorKind.WEIGHT, 600)],
+)
+def test_half_an_all_reduce_is_half_of_it(kind: TaskKind, tensor: TensorKind, sent: int) -> None:
+    def found(bytes: int) -> list[str]:
+        hand = Hand(plan(gpus=3, minibatch=3))
+        hand.task(kind, (0, 1), gpu=None, tensor_kind=tensor, bytes=bytes)
+        return list(byte_faults(hand.schedule(), COSTS))
+
+    assert found(sent) == []
+    assert len(found(sent + 1)) == 1
+
+
+def test_shards_are_counted_in_grains() -> None:
+    """Layer 0 has 100 bytes, 7 grains: 4 of them are the first shard, and 3, the last one not full, the second."""
+
+    def found(shard: int, bytes: int) -> list[str]:
+        hand = Hand(plan(gpus=2))
+        hand.buffer(TensorKind.WEIGHT, 0, bytes, shard=shard)
+        hand.task(TaskKind.SWAP_IN, 0, tensor_kind=TensorKind.WEIGHT, bytes=bytes, shard=shard)
+        return list(byte_faults(hand.schedule(), COSTS))
+
+    assert found(0, 64) == found(1, 36) == []
+    assert [fault.split(" B, ")[-1] for fault in found(0, 50)] == ["the trace says 64 B"] * 2
+
+
 @pytest.mark.parametrize(("kind", "needed"), [(TaskKind.FORWARD, 35), (TaskKind.BACKWARD, 25 + 30 + 20)])
 def test_workspace_is_at_least_the_peak(kind: TaskKind, needed: int) -> None:
     """Forward: x(1) of 20 and 15 in layer 1. Backward: 25 and 30 saved, and 20 more in layer 1."""
