@@ -62,7 +62,7 @@ def simulate(
     info = replace(
         TimelineInfo.of(schedule, machine.name, "simulated", steps=steps),
         lower_bound_ns=bound_ns(schedule, demands),
-        critical_path=critical_path(schedule, step, lambda task: forward_share(task, costs)),
+        critical_path=critical_path(schedule, step, lambda task: forward_share(task, costs), machine),
         provenance={where.value: count for where, count in costs.tally(used).items()},
         notes={"caveats": found} if (found := caveats(costs, used)) else {},
     )
