@@ -103,6 +103,8 @@ class HarmonyPlan(_PlanBase, frozen=True, tag_field="family", tag="harmony"):
     ``split_backward`` (pipeline only; 0: not) does backwards in two parts, so that the next pack's can start after the
     first: the gradient of the pack's input, and later, where the GPU would wait, those of its parameters. The first
     part is at most so many microbatches ahead of the second, and what the second needs is held meanwhile.
+
+    ``overlap_steps``: no barrier between steps; a task starts as soon as what it needs of the step before is there.
     """
 
     policy: Policy
@@ -117,6 +119,7 @@ class HarmonyPlan(_PlanBase, frozen=True, tag_field="family", tag="harmony"):
     stash: StashPlace | tuple[StashPlace, ...] = StashPlace.SWAP
     gpu_order: tuple[int, ...] | None = None
     split_backward: Annotated[int, msgspec.Meta(ge=0)] = 0
+    overlap_steps: bool = False
 
     def __post_init__(self) -> None:
         """Check the fields against each other."""
@@ -171,6 +174,11 @@ class PagedPlan(_PlanBase, frozen=True, tag_field="family", tag="paged"):
     writeback: Writeback = Writeback.ALWAYS
     recompute: bool = True
     prefetch_depth: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    @property
+    def overlap_steps(self) -> bool:
+        """A baseline's steps never do."""
+        return False
 
     def __post_init__(self) -> None:
         """Check the fields against each other."""

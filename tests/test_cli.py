@@ -143,6 +143,17 @@ def test_simulate_json_keeps_the_contract() -> None:
     assert found["lower_bound_s"] <= found["step_time_s"]
 
 
+def test_steps_that_overlap_have_a_period() -> None:
+    plan = ("--policy", "harmony-pp", "--packs-bwd", "3")
+    alone = json_of(*SIMULATE, *plan)
+    found = json_of(*SIMULATE, *plan, "--overlap-steps", "--steps", "4")
+    assert alone["period_s"] == alone["step_time_s"] == found["step_time_s"]
+    assert (found["steps"], found["overlapping_steps"]) == (5, 4)
+    assert found["period_s"] < found["step_time_s"]
+    assert found["throughput_samples_per_s"] == pytest.approx(8 / found["period_s"])
+    assert "step time where steps overlap" in succeed(*SIMULATE, *plan, "--overlap-steps").stdout
+
+
 def test_json_alone_is_on_stdout_and_tables_are_on_stderr() -> None:
     result = succeed(*SIMULATE, "--policy", "dp-swap", "--json")
     json.loads(result.stdout)
@@ -169,6 +180,7 @@ def test_json_alone_is_on_stdout_and_tables_are_on_stderr() -> None:
         (("--policy", "harmony-pp", "--slots", "2"), {"policy": "harmony-pp", "slots": 2}),
         (("--packs-bwd", "3", "--stash", "keep"), {"stash": "keep"}),
         (("--packs-bwd", "4", "--stash", "swap,keep"), {"stash": ["swap", "keep"]}),
+        (("--overlap-steps",), {"overlap_steps": True}),
         (("--policy", "harmony-pp", "--gpu-order", "1,0"), {"policy": "harmony-pp", "gpu_order": [1, 0]}),
     ],
 )  # fmt: skip

@@ -74,10 +74,7 @@ def run(
     info = replace(
         TimelineInfo.of(schedule, machine.name, "measured", steps=total, warmup_steps=warmup_steps),
         # Recompute is not timed apart from the backward that it is part of.
-        critical_path=replace(
-            critical_path(schedule, typical, lambda task: 0.0, machine),
-            step=next(number for number, each in enumerate(times) if each is typical),
-        ),
+        critical_path=critical_path(schedule, typical, lambda task: 0.0),
         notes={
             "device": device.value,
             "torch": str(torch.__version__),
@@ -85,7 +82,7 @@ def run(
             "overrun_s": overruns.total_ns / 1e9,
         },
     )
-    timeline = Timeline.from_times(schedule, info, in_sequence(times))
+    timeline = Timeline.from_times(schedule, info, in_sequence([step] for step in times))
     return RunResult(timeline, tuple(result.loss for result in results), overruns)
 
 

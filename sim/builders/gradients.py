@@ -31,11 +31,14 @@ from .order import Group, is_data_parallel, shard_of, takes_update
 class GradientPath:
     """Gradient buffers on the GPUs, and which gradients are complete at home at this point of the total order."""
 
-    def __init__(self, plan: HarmonyPlan, costs: Costs, needs: Needs, draft: Draft) -> None:
+    def __init__(
+        self, plan: HarmonyPlan, costs: Costs, needs: Needs, draft: Draft, update_order: Sequence[Pack]
+    ) -> None:
         self._plan, self._costs, self._needs, self._draft = plan, costs, needs, draft
         self._replicas = plan.gpus if is_data_parallel(plan) else 1
         self._on_gpu: dict[int, int] = {}  # group -> gradient buffer
         self._sums: dict[int, int] = {}  # group -> what holds its GPU's sum over all GPUs: that, or a shard
+        self._to_update, self._ready = list(update_order), set[Pack]()
         self._ended: dict[Pack, list[Group]] = {}
         self._written: dict[Pack, list[int]] = {}  # host replicas waiting to be added
         self._home: dict[int, list[int]] = {}  # layer -> entries after which its home gradient is complete
@@ -76,7 +79,9 @@ class GradientPath:
         else:
             self._reduce_on_gpus(sorted(ended, key=lambda group: group.gpu))
         if self._plan.update is UpdateOn.CPU:
-            self._update_on_host(group.pack)
+            self._ready.add(group.pack)
+            while self._to_update and self._to_update[0] in self._ready:
+                self._update_on_host(self._to_update.pop(0))
 
     def _write_replica(self, group: Group, gradient: int) -> None:
         size = self._costs.gradient_bytes(*group.pack)

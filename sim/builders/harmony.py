@@ -13,13 +13,14 @@ from traces.costs import Costs
 
 from ..errors import DoesNotFit
 from ..hardware.machine import Machine
-from ..plan import HarmonyPlan
+from ..plan import HarmonyPlan, UpdateOn
 from ..schedule import MemoryPlan, Schedule, TaskKind
 from .draft import assign_lifetimes, finish
 from .memory import GroupDoesNotFit, count_host, place
 from .order import Group, linearize, place_groups, split_packs, steps_by_gpu
 from .store_bytes import store_by_kind
 from .transfers import Ahead, add_transfers
+from .update_order import update_order
 
 
 def build_harmony(plan: HarmonyPlan, costs: Costs, machine: Machine) -> Schedule:
@@ -28,9 +29,10 @@ def build_harmony(plan: HarmonyPlan, costs: Costs, machine: Machine) -> Schedule
     groups = place_groups(plan)
     steps = linearize(plan, steps_by_gpu(plan, groups, updated, split_packs(plan, costs)))
     caps = tuple(gpu.usable_bytes for gpu in machine.gpus)
+    updates = update_order(plan, costs, machine, groups) if plan.update is UpdateOn.CPU else []
     ahead = _first_guess(plan, costs, groups, caps)
     while True:
-        draft = add_transfers(plan, costs, steps, ahead)
+        draft = add_transfers(plan, costs, steps, ahead, updates)
         assign_lifetimes(draft)
         placed = place(draft, caps, {group for group, allowed in ahead.items() if allowed is Ahead.NOTHING})
         if not placed.refusals:
@@ -38,7 +40,7 @@ def build_harmony(plan: HarmonyPlan, costs: Costs, machine: Machine) -> Schedule
         relaxed = [_relax(ahead, groups, refusal) for refusal in _first_of_each_group(placed.refusals)]
         if not any(relaxed):
             raise placed.refusals[0]
-    store = store_by_kind(costs, plan.minibatch, copies=1)
+    store = store_by_kind(costs, plan.minibatch, copies=1, minibatches=2 if plan.overlap_steps else 1)
     state_bytes = sum(store.values())
     memory = MemoryPlan(
         gpu_peak_bytes=placed.peaks,

@@ -12,8 +12,9 @@ def store_bytes(costs: Costs, minibatch: int, copies: int) -> int:
     return sum(store_by_kind(costs, minibatch, copies).values())
 
 
-def store_by_kind(costs: Costs, minibatch: int, copies: int) -> dict[TensorKind, int]:
-    """Bytes of ``copies`` copies of all state (weights, buffers, gradients, optimizer state), and the minibatch's data.
+def store_by_kind(costs: Costs, minibatch: int, copies: int, minibatches: int = 1) -> dict[TensorKind, int]:
+    """Bytes of ``copies`` copies of all state (weights, buffers, gradients, optimizer state), and the data of
+    so many minibatches of ``minibatch`` samples.
 
     A tied weight lies in a copy once; each layer that uses it has its own partial gradient.
     """
@@ -23,7 +24,7 @@ def store_by_kind(costs: Costs, minibatch: int, copies: int) -> dict[TensorKind,
         TensorKind.BUFFER: copies * costs.buffer_bytes(0, last),
         TensorKind.GRADIENT: copies * costs.gradient_bytes(0, last),
         TensorKind.OPTIMIZER_STATE: copies * costs.optimizer_state_bytes(0, last),
-        TensorKind.DATA: _data_bytes(costs, minibatch),
+        TensorKind.DATA: minibatches * _data_bytes(costs, minibatch),
     }
 
 

@@ -20,7 +20,7 @@ from enum import IntEnum
 
 from traces.costs import Costs
 
-from ..plan import HarmonyPlan, StashPlace
+from ..plan import HarmonyPlan, Pack, StashPlace
 from ..schedule import Interval, Lane, TaskKind, TensorKind
 from .draft import Draft
 from .gradients import GradientPath
@@ -36,9 +36,12 @@ class Ahead(IntEnum):
     WEIGHTS = 2
 
 
-def add_transfers(plan: HarmonyPlan, costs: Costs, steps: Sequence[Step], ahead: Mapping[int, Ahead]) -> Draft:
-    """The whole step as a draft. ``ahead`` says, per group index, how much may be fetched while it computes."""
-    return _Walk(plan, costs, steps, ahead).run()
+def add_transfers(
+    plan: HarmonyPlan, costs: Costs, steps: Sequence[Step], ahead: Mapping[int, Ahead], update_order: Sequence[Pack]
+) -> Draft:
+    """The whole step as a draft. ``ahead`` says, per group index, how much may be fetched while it computes;
+    ``update_order`` in which order the host updates packs."""
+    return _Walk(plan, costs, steps, ahead, update_order).run()
 
 
 class _Weights:
@@ -83,11 +86,18 @@ class _HostTensor:
 class _Walk:
     """What is where at this point of the total order."""
 
-    def __init__(self, plan: HarmonyPlan, costs: Costs, steps: Sequence[Step], ahead: Mapping[int, Ahead]) -> None:
+    def __init__(
+        self,
+        plan: HarmonyPlan,
+        costs: Costs,
+        steps: Sequence[Step],
+        ahead: Mapping[int, Ahead],
+        update_order: Sequence[Pack],
+    ) -> None:
         self.plan, self.costs, self.steps, self.ahead = plan, costs, steps, ahead
         self.draft = Draft()
         self.needs = Needs(plan, costs)
-        self.gradients = GradientPath(plan, costs, self.needs, self.draft)
+        self.gradients = GradientPath(plan, costs, self.needs, self.draft, update_order)
         self.stashes = {plan.packs_bwd[index][0]: place for index, place in plan.stash_places.items()}
         self.slots = plan.slots or max(-(-plan.minibatch // plan.u_fwd), -(-plan.minibatch // plan.u_bwd))
         self.by_gpu: list[list[Step]] = [[] for _ in range(plan.gpus)]

@@ -186,7 +186,14 @@ def simulate(
     minibatch: Annotated[
         int | None, typer.Option("--minibatch", metavar="D", min=1, help="Samples in a step, in all.")
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="How many steps to record.")] = 1,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps",
+            min=1,
+            help="How many steps to record; default 1, or 3 that overlap (after one alone) with --overlap-steps",
+        ),
+    ] = None,
     extrapolate: Extrapolate = False,
     show_grid: Annotated[bool, typer.Option("--grid", help="Print what every lane does, in order.")] = False,
     save: Annotated[

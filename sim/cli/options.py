@@ -267,6 +267,10 @@ class PlanOptions:
             parser=stash,
         ),
     ] = None
+    overlap_steps: Annotated[
+        bool | None,
+        _choice("--overlap-steps/--no-overlap-steps", "Start the next step before this one has ended; default not"),
+    ] = None
     gpu_order: Annotated[
         Any,
         _choice(

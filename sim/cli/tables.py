@@ -104,6 +104,8 @@ def loss_table(losses: Sequence[float]) -> Table:
 
 def _headlines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "step time", format_seconds(summary["step_time_s"])
+    if summary["overlapping_steps"]:
+        yield "step time where steps overlap", format_seconds(summary["period_s"])
     throughput = summary["throughput_samples_per_s"]
     yield "throughput", MISSING if throughput is None else f"{throughput:.4g} samples/s"
     yield from _plan_lines(summary["plan"])

@@ -27,6 +27,7 @@ class PlanChoice(msgspec.Struct, frozen=True, kw_only=True):
     stash: StashPlace | tuple[StashPlace, ...] | None = None
     gpu_order: tuple[int, ...] | None = None
     split_backward: int | None = None
+    overlap_steps: bool | None = None
     residency: Residency | None = None
     writeback: Writeback | None = None
     recompute: bool | None = None

@@ -14,18 +14,24 @@ from traces.schema import Trace
 
 from ..builders import build_from_costs
 from ..engine.durations import CostDurations, Demands
-from ..engine.simulate import run_step
+from ..engine.simulate import run_overlapping, run_step
 from ..errors import DoesNotFit, PlanError
 from ..hardware.machine import Machine
+from ..home import tied_layers
 from ..plan import HarmonyPlan, Plan, pieces
 from ..schedule import Schedule, TaskKind
+from ..timelines.replay import mean_period_ns
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan and what its simulation says of one step. Bytes of copies are of all GPUs together."""
+    """A plan and what its simulation says of one step. Bytes of copies are of all GPUs together.
+
+    ``step_time_ns`` is of a step alone, ``period_ns`` of one in a long row: the same, unless steps overlap.
+    """
 
     plan: Plan
     step_time_ns: int
+    period_ns: int
     gpu_peak_bytes: tuple[int, ...]
     host_peak_bytes: int
     swap_in_bytes: int
@@ -79,13 +85,20 @@ def _with_fewer_slots(plan: HarmonyPlan) -> Iterator[Plan]:
 
 def _figures(schedule: Schedule, costs: Costs, machine: Machine) -> Found:
     gpus = schedule.plan.gpus
-    step = run_step(schedule, Demands(machine, CostDurations(costs, machine, gpus), gpus))
+    demands = Demands(machine, CostDurations(costs, machine, gpus), gpus)
+    step = run_step(schedule, demands)
+    period_ns = step.duration_ns
+    if schedule.plan.overlap_steps:
+        period_ns = mean_period_ns(
+            [max(each.end_ns) for each in run_overlapping(schedule, demands, tied_layers(costs))]
+        )
     copied = dict.fromkeys(TaskKind, 0)
     for task in schedule.tasks:
         copied[task.kind] += task.bytes
     return Found(
         plan=schedule.plan,
         step_time_ns=step.duration_ns,
+        period_ns=period_ns,
         gpu_peak_bytes=schedule.memory.gpu_peak_bytes,
         host_peak_bytes=schedule.memory.host_peak_bytes,
         swap_in_bytes=copied[TaskKind.SWAP_IN],

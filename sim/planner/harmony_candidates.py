@@ -57,6 +57,7 @@ class _Options(NamedTuple):
     prefetch: bool
     slots: int | None
     gpu_order: GpuOrder = None
+    overlap_steps: bool = False
     stash: StashPlace | tuple[StashPlace, ...] = StashPlace.SWAP
     split_backward: int = 0
 
@@ -176,10 +177,16 @@ class _Enumeration:
             sizes = [u for u in sizes if u in forward_sizes]
         for update in self._updates():
             cuts = [(u, packs) for u in sizes for packs in self._backward_cuts(u, update)]
-            orders = self._space.gpu_order or (None,)
             splits = (self._space.split_backward or (0,)) if not self._parallel else (0,)
             choices = product(
-                [update], self._reduces(), self._space.prefetch, self._slots(), orders, self._space.stash, splits
+                [update],
+                self._reduces(),
+                self._space.prefetch,
+                self._slots(),
+                self._space.gpu_order or (None,),
+                self._space.overlap_steps or (False,),
+                self._space.stash,
+                splits,
             )
             for options in map(_Options._make, choices):
                 halves = self._halves(options)

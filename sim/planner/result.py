@@ -112,11 +112,12 @@ class SearchResult:
     def table(self) -> Table:
         """The top plans, one a row."""
         info = self.best.timeline.info
-        columns = ("plan", "step", "samples/s", "GPU peak", "swap in", "swap out", "GPU to GPU")
+        columns = ("plan", "step", "period", "samples/s", "GPU peak", "swap in", "swap out", "GPU to GPU")
         rows = tuple(
             (
                 describe(found.plan),
                 format_seconds(found.step_time_ns / NS_PER_S),
+                format_seconds(found.period_ns / NS_PER_S),
                 MISSING if (throughput := _throughput(found)) is None else f"{throughput:.3g}",
                 format_bytes(max(found.gpu_peak_bytes)),
                 format_bytes(found.swap_in_bytes),
@@ -139,6 +140,10 @@ class SearchResult:
         ]
         if counts.varied:
             lines.append(f"{counts.varied} variations of the best were simulated too; of others no bound says anything")
+        if any(found.plan.overlap_steps for found in self.top):
+            lines.append(
+                "where steps overlap, what counts is their period, from end to end; bounds are of a step alone"
+            )
         return (*lines, *(refusal.line() for refusal in self.refusals), *self.notes, *self._caveats())
 
     def _caveats(self) -> list[str]:
@@ -149,7 +154,7 @@ class SearchResult:
     def _shown(self) -> list[Found]:
         """The top, and each policy's best if it is not among them."""
         others = [best.found for best in self.best_by_policy.values() if best.found not in self.top]
-        return [*self.top, *sorted(others, key=lambda found: found.step_time_ns)]
+        return [*self.top, *sorted(others, key=lambda found: found.period_ns)]
 
     def __rich__(self) -> RenderableType:
         """The table with its remarks, as rich draws them."""
@@ -168,12 +173,13 @@ def describe(plan: Plan) -> str:
     match plan:
         case HarmonyPlan():
             slots = f", slots {plan.slots}" if plan.slots else ""
+            overlap = ", steps overlap" if plan.overlap_steps else ""
             turns = f", GPUs {','.join(map(str, plan.gpu_order))}" if plan.gpu_order else ""
             stash = _stash(plan)
             split = f", split {plan.split_backward}" if plan.split_backward else ""
             return (
                 f"{plan.policy.value} u {plan.u_fwd}/{plan.u_bwd}, packs {_count(plan.packs_fwd)}/"
-                f"{_count(plan.packs_bwd)}, update {plan.update.value}{slots}{turns}{stash}{split}"
+                f"{_count(plan.packs_bwd)}, update {plan.update.value}{slots}{turns}{overlap}{stash}{split}"
             )
         case PagedPlan():
             saved = "" if plan.recompute else ", no recompute"
@@ -196,8 +202,8 @@ def _count(packs: tuple[Pack, ...]) -> int:
 
 
 def _throughput(found: Found) -> float | None:
-    """Samples per second."""
-    return found.plan.minibatch / found.step_time_ns * NS_PER_S if found.step_time_ns else None
+    """Samples per second, in the long run."""
+    return found.plan.minibatch / found.period_ns * NS_PER_S if found.period_ns else None
 
 
 def _found(found: Found) -> dict[str, Any]:
@@ -208,6 +214,7 @@ def _found(found: Found) -> dict[str, Any]:
         "policy": found.plan.policy.value,
         "plan": plan,
         "step_time_s": found.step_time_ns / NS_PER_S,
+        "period_s": found.period_ns / NS_PER_S,
         "throughput_samples_per_s": _throughput(found),
         "peak_memory_bytes": list(found.gpu_peak_bytes),
         "host_peak_bytes": found.host_peak_bytes,

@@ -4,7 +4,8 @@ truth.
 For each policy, candidates come in the order of what they will probably take, and are simulated in waves until the
 budget is spent or none is left. Whatever a bound from below proves no faster than the last of the top is passed over.
 Then the best vary: plans that differ from them in an option that is not enumerated are simulated too, and the best of
-those vary in turn. Of variations no bound says anything.
+those vary in turn. Of variations no bound says anything. Where steps overlap, what counts is the time from the end of
+one to the end of the next; bounds are of a step alone, and rule nothing out.
 
 Policies are searched apart from each other, so that each has its own best; what is found depends neither on timing nor
 on how many processes help.
@@ -229,7 +230,9 @@ class _Hunt:
         self._top, self._budget = top, max_simulated
         self._tried = 0
         self.found: list[Found] = []  # fastest first; among equals, in the order in which they were simulated
-        self._simulated = self._varied = 0
+        self._times_ns: list[int] = []  # of the candidates among them, each step alone
+        self._overlap = False  # whether there are candidates whose steps overlap
+        self._varied = 0
         self.least_ns = math.inf
         """No candidate takes less: the least time of those simulated, and bound of the others."""
 
@@ -240,12 +243,13 @@ class _Hunt:
             self._tried += len(wave)
             for outcome in evaluator.outcomes(wave, self._candidates.open_slots):
                 if isinstance(outcome, Found):
-                    self._simulated += 1
                     self._keep(outcome)
+                    insort(self._times_ns, outcome.step_time_ns)
+                    self._overlap |= outcome.plan.overlap_steps
                 else:
                     self._refusals.add_built(self.policy, outcome)
             report(self)
-        self.least_ns = min([self._least_left_ns(), *(found.step_time_ns for found in self.found[:1])])
+        self.least_ns = min([self._least_left_ns(), *self._times_ns[:1]])
 
     def vary(self, evaluator: _Evaluator, vary: Callable[[Plan], Iterable[Plan]], most: int) -> None:
         """Evaluate variations of the best plans, and of the best of these, while there are new ones; ``most`` in all.
@@ -265,7 +269,7 @@ class _Hunt:
                     self._keep(outcome)
 
     def _keep(self, found: Found) -> None:
-        insort(self.found, found, key=lambda each: each.step_time_ns)
+        insort(self.found, found, key=lambda each: each.period_ns)
 
     @property
     def share_done(self) -> float:
@@ -275,12 +279,12 @@ class _Hunt:
     @property
     def counts(self) -> Counts:
         """What became of the candidates."""
-        refused = self._tried - self._simulated
+        refused = self._tried - len(self._times_ns)
         infeasible = self._refusals.count(self.policy)
         left = int((self._untried & (self._bounds_ns < self._to_beat_ns)).sum())
         return Counts(
             candidates=self._candidates.count + infeasible - refused,
-            simulated=self._simulated,
+            simulated=len(self._times_ns),
             pruned=self._candidates.count - self._tried - left,
             infeasible=infeasible,
             left=left,
@@ -289,8 +293,9 @@ class _Hunt:
 
     @property
     def _to_beat_ns(self) -> float:
-        """Time of the last of the top; infinite while there are not so many."""
-        return self.found[self._top - 1].step_time_ns if len(self.found) >= self._top else math.inf
+        """Time of the last candidate of the top; infinite while there are not so many, and where steps overlap: bounds
+        are of a step alone."""
+        return math.inf if self._overlap or len(self._times_ns) < self._top else self._times_ns[self._top - 1]
 
     @property
     def _budget_left(self) -> int:
@@ -346,7 +351,7 @@ class _Hunt:
 def _report(progress: ReportProgress | None, number: int, of: int, hunt: _Hunt) -> None:
     if progress is None:
         return
-    best = f", best {format_seconds(hunt.found[0].step_time_ns / NS_PER_S)}" if hunt.found else ""
+    best = f", best {format_seconds(hunt.found[0].period_ns / NS_PER_S)}" if hunt.found else ""
     counts = hunt.counts
     what = f"{hunt.policy.value}: {counts.simulated} simulated of {counts.candidates}{best}"
     progress((number + hunt.share_done) / of, what)
@@ -362,7 +367,7 @@ def _result(
     costs: Costs,
     machine: Machine,
 ) -> SearchResult:
-    fastest = sorted((found for hunt in hunts for found in hunt.found), key=lambda found: found.step_time_ns)
+    fastest = sorted((found for hunt in hunts for found in hunt.found), key=lambda found: found.period_ns)
     if not fastest:
         raise NothingFits(tuple(refusal.line() for refusal in refusals.list()), sum(hunt.counts.left for hunt in hunts))
     best_by_policy = {}

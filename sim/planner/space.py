@@ -23,8 +23,8 @@ class Space:
     That is, for microbatch sizes every one up to the share of a GPU (in a pipeline: to the minibatch) that the trace
     covers; for packs every count from the fewest that fit on (:func:`pack_counts` thins out many); for ``update`` the
     CPU, and the GPU if the trace says how long that takes; for ``slots`` as many as never spill, and where that does
-    not fit half of them, a quarter and so on. ``gpu_order`` is ascending and ``split_backward`` 0, but for variations
-    of the best plans (``variations.py``).
+    not fit half of them, a quarter and so on. ``gpu_order`` is ascending, ``split_backward`` 0, and steps do not
+    overlap, but for variations of the best plans (``variations.py``).
     """
 
     u_fwd: tuple[int, ...] | None = None
@@ -38,6 +38,7 @@ class Space:
     stash: tuple[StashPlace | tuple[StashPlace, ...], ...] = (StashPlace.SWAP,)
     gpu_order: tuple[tuple[int, ...] | None, ...] | None = None
     split_backward: tuple[int, ...] | None = None
+    overlap_steps: tuple[bool, ...] | None = None
     residency: tuple[Residency, ...] = (Residency.LRU,)
     writeback: tuple[Writeback, ...] = (Writeback.ALWAYS, Writeback.DROP)
     recompute: tuple[bool, ...] = (True, False)

@@ -42,7 +42,11 @@ def _splits(plan: HarmonyPlan, costs: Costs, machine: Machine) -> Iterator[int]:
         apart *= 2
 
 
-_VARIED: Mapping[str, _Values] = {"gpu_order": _gpu_orders, "split_backward": _splits}
+def _overlaps(plan: HarmonyPlan, costs: Costs, machine: Machine) -> list[bool]:
+    return [False, True]
+
+
+_VARIED: Mapping[str, _Values] = {"gpu_order": _gpu_orders, "overlap_steps": _overlaps, "split_backward": _splits}
 """By field, in the order in which they are tried."""
 
 

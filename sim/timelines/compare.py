@@ -14,10 +14,9 @@ import msgspec
 import pandas as pd
 
 from ..errors import DifferentSchedules
-from ..schedule import TaskKind
 from ..tables import Table, device_name, signed_percent
 from ..units import NS_PER_S, format_bytes, format_seconds
-from .critical_path import LINK, Cause
+from .critical_path import Cause
 from .timeline import Timeline
 
 if TYPE_CHECKING:
@@ -57,6 +56,7 @@ class Pair:
 class Comparison:
     """What :func:`compare` found.
 
+    ``period_s`` is there where steps overlap.
     ``lanes``: busy seconds by (gpu, lane). ``swap_in`` and ``swap_out``: bytes by tensor kind, all GPUs together.
     ``causes``: seconds of the step's critical path by cause, if both timelines know theirs. ``tasks``: a row per task,
     with its durations, their difference, and when it started after the step did.
@@ -66,6 +66,7 @@ class Comparison:
     policy: str
     plan: dict[str, Any]
     step_time_s: Pair
+    period_s: Pair | None
     throughput_samples_per_s: Pair
     lanes: dict[tuple[str, str], Pair]
     swap_in: dict[str, Pair]
@@ -142,6 +143,7 @@ class Comparison:
             "plan": self.plan,
             "step_time_s": {"predicted": self.step_time_s.predicted, "measured": self.step_time_s.measured},
             "step_time_error": self.step_time_error,
+            "period": None if self.period_s is None else self.period_s.to_dict("s"),
             "throughput": self.throughput_samples_per_s.to_dict("samples_per_s"),
             "lanes": lanes,
             "tensor_kinds": {
@@ -168,6 +170,7 @@ class Comparison:
             columns,
             (
                 _row("step time", self.step_time_s, format_seconds),
+                *(_row("period", pair, format_seconds) for pair in [self.period_s] if pair),
                 _row("throughput (samples/s)", self.throughput_samples_per_s, "{:.3f}".format),
                 *(_row(f"peak memory GPU {i}", p, format_bytes) for i, p in enumerate(self.peak_memory_bytes)),
                 _row("peak memory host", self.host_peak_bytes, format_bytes),
@@ -226,6 +229,7 @@ def compare(predicted: Timeline, measured: Timeline) -> Comparison:
         policy=before["policy"],
         plan=before["plan"],
         step_time_s=scalar("step_time_s"),
+        period_s=scalar("period_s") if predicted.info.overlapping and measured.info.overlapping else None,
         throughput_samples_per_s=scalar("throughput_samples_per_s"),
         lanes=_pairs(_flat(before["busy_s"]), _flat(after["busy_s"])),
         swap_in=_pairs(before["swap_in_bytes"], after["swap_in_bytes"]),
@@ -287,9 +291,9 @@ def _join(predicted: Timeline, measured: Timeline) -> pd.DataFrame:
 
 
 def _medians(timeline: Timeline) -> pd.DataFrame:
-    """Per task: bytes, start after its step's start, and duration; medians over the steps after the warm-up."""
+    """Per task: bytes, start after its step's start, and duration; medians over the steps that ran alone."""
     frame = timeline.frame
-    frame = frame[frame["step"] >= timeline.info.warmup_steps]
+    frame = frame[frame["step"].isin(timeline.info.alone)]
     step_start = frame.groupby("step")["start_ns"].transform("min")
     figures = pd.DataFrame(
         {
@@ -313,32 +317,19 @@ def _pairs(before: Mapping[Key, float], after: Mapping[Key, float]) -> dict[Key,
 
 
 def _causes(predicted: Timeline, measured: Timeline) -> dict[str, Pair]:
-    """Seconds of the critical path by cause: each timeline's pieces, scaled to its step. Recompute counts as compute,
-    since a run does not time it apart; copies count by lane where one of the two does not know the links."""
-    by_link = all(_knows_links(timeline) for timeline in (predicted, measured))
-    before, after = _path_s(predicted, by_link), _path_s(measured, by_link)
+    """Seconds of the critical path by cause: each timeline's shares times its step. Recompute counts as compute, since
+    a run does not time it apart."""
+    before, after = _path_s(predicted), _path_s(measured)
     return _pairs(before, after) if before and after else {}
 
 
-def _knows_links(timeline: Timeline) -> bool:
-    path = timeline.info.critical_path
-    lanes = {kind.value for kind in TaskKind if kind.is_copy}
-    return path is not None and not any(piece.cause in lanes for piece in path.pieces)
-
-
-def _path_s(timeline: Timeline, by_link: bool) -> dict[str, float]:
-    path = timeline.info.critical_path
-    if path is None or not path.pieces:
-        return {}
-    kinds = dict(zip(timeline.frame["task"], timeline.frame["kind"], strict=True))
-    spent = {cause.value: 0.0 for cause in Cause if cause is not Cause.RECOMPUTE}
-    per_ns = timeline.step_time_ns / NS_PER_S / path.pieces[-1].end_ns
-    for piece in path.pieces:
-        cause = Cause.COMPUTE.value if piece.cause == Cause.RECOMPUTE.value else piece.cause
-        if cause.startswith(LINK) and not by_link:
-            cause = kinds[piece.task]
-        spent[cause] = spent.get(cause, 0.0) + (piece.end_ns - piece.start_ns) * per_ns
-    return spent
+def _path_s(timeline: Timeline) -> dict[str, float]:
+    shares = dict(timeline.info.critical_path or {})
+    if shares:
+        recompute = shares.pop(Cause.RECOMPUTE.value, 0.0)
+        shares[Cause.COMPUTE.value] = shares.get(Cause.COMPUTE.value, 0.0) + recompute
+    step_s = timeline.step_time_ns / NS_PER_S
+    return {cause: share * step_s for cause, share in shares.items()}
 
 
 def _device(gpu: str) -> str:

@@ -13,6 +13,7 @@ import pandas as pd
 from ..errors import TimelineError
 from ..schedule import Lane, TaskKind, TensorKind
 from ..units import NS_PER_S
+from .replay import mean_period_ns
 from .table import HOST
 
 if TYPE_CHECKING:
@@ -25,6 +26,15 @@ def step_times_ns(timeline: Timeline) -> list[int]:
     """From first start to last end of each step, warm-up steps included."""
     steps = timeline.frame.groupby("step")
     return [int(end - start) for start, end in zip(steps["start_ns"].min(), steps["end_ns"].max(), strict=True)]
+
+
+def period_ns(timeline: Timeline) -> int | None:
+    """See :attr:`Timeline.period_ns`."""
+    overlapping = timeline.info.overlapping
+    if overlapping < 2:
+        return None if timeline.info.plan.overlap_steps else timeline.step_time_ns
+    ends = timeline.frame.groupby("step")["end_ns"].max().sort_index()
+    return mean_period_ns([int(end) for end in ends.to_list()[-overlapping:]])
 
 
 def swap_in_bytes(timeline: Timeline) -> dict[str, int]:
@@ -67,11 +77,11 @@ def collective_bytes(timeline: Timeline) -> dict[str, int]:
 
 
 def busy_s(timeline: Timeline) -> dict[str, dict[str, float]]:
-    """Seconds for which each lane of each GPU and of the host is busy: the median over the steps after the warm-up.
+    """Seconds for which each lane of each GPU and of the host is busy: the median over the steps that ran alone.
 
     A P2P copy keeps a lane of its sender and one of its receiver busy, an all-reduce the collective lane of every GPU.
     """
-    rows = timeline.frame[timeline.frame["step"] >= timeline.info.warmup_steps]
+    rows = timeline.frame[timeline.frame["step"].isin(timeline.info.alone)]
     rows = rows.assign(busy_ns=rows["end_ns"] - rows["start_ns"])
     received = rows[rows["peer"].notna()]
     collective = rows[rows["lane"] == Lane.COLLECTIVE.value]
@@ -127,6 +137,8 @@ def summary(timeline: Timeline) -> dict[str, Any]:
     plan = msgspec.json.decode(msgspec.json.encode(info.plan))
     del plan["family"]  # how the file tells plan types apart; the policy says as much
     step_time_s = timeline.step_time_ns / NS_PER_S
+    period = timeline.period_ns
+    period_s = None if period is None else period / NS_PER_S
     figures: dict[str, Any] = {
         "source": info.source,
         "model": info.model,
@@ -135,9 +147,11 @@ def summary(timeline: Timeline) -> dict[str, Any]:
         "plan": plan,
         "steps": info.steps,
         "warmup_steps": info.warmup_steps,
+        "overlapping_steps": info.overlapping,
         "step_time_s": step_time_s,
+        "period_s": period_s,
         "step_times_s": [time / NS_PER_S for time in timeline.step_times_ns],
-        "throughput_samples_per_s": info.plan.minibatch / step_time_s if step_time_s else None,
+        "throughput_samples_per_s": info.plan.minibatch / rate_s if (rate_s := period_s or step_time_s) else None,
         "peak_memory_bytes": list(info.gpu_planned_peak_bytes),
         "observed_peak_memory_bytes": observed_peak_bytes(timeline),
         "memory_cap_bytes": list(info.gpu_cap_bytes),
@@ -158,7 +172,7 @@ def summary(timeline: Timeline) -> dict[str, Any]:
     if info.lower_bound_ns is not None:
         figures["lower_bound_s"] = info.lower_bound_ns / NS_PER_S
     if info.critical_path is not None:
-        figures["critical_path"] = info.critical_path.shares()
+        figures["critical_path"] = info.critical_path
     if info.provenance is not None:
         figures["provenance"] = info.provenance
     return figures
@@ -198,7 +212,7 @@ def _total(copied: pd.DataFrame, kind: TaskKind) -> int:
 
 def _observed_peaks(timeline: Timeline) -> dict[int, int]:
     """The most bytes held at once, by GPU (:data:`HOST`: the host's buffers), as :func:`sim.replay.peak_bytes` does."""
-    moments = timeline.memory.groupby(["gpu", "step", "time_ns"])["delta_bytes"].sum()
+    moments = timeline.memory.groupby(["gpu", "time_ns"])["delta_bytes"].sum()
     held = moments.groupby("gpu").cumsum()
     peaks = held.groupby("gpu").max().reset_index()
     return dict(zip(peaks["gpu"].tolist(), peaks["delta_bytes"].tolist(), strict=True))

@@ -53,22 +53,31 @@ class StepTimes:
         return max(self.end_ns, default=0) - min(self.start_ns, default=0)
 
 
-def in_sequence(steps: Iterable[StepTimes]) -> list[StepTimes]:
-    """Isolated steps as a timeline has them: one after the other, each beginning where the one before it ended."""
+def in_sequence(runs: Iterable[Sequence[StepTimes]]) -> list[StepTimes]:
+    """The steps of several runs as a timeline has them: each run begins where the one before it ended. The steps of a
+    run may overlap; an isolated step is a run of its own."""
     placed: list[StepTimes] = []
     begin = 0
-    for step in steps:
-        by_ns = begin - min(step.start_ns, default=0)
-        placed.append(
-            StepTimes(
-                start_ns=[time + by_ns for time in step.start_ns],
-                end_ns=[time + by_ns for time in step.end_ns],
-                copied_bytes=step.copied_bytes,
-                memory=None if step.memory is None else [m._replace(time_ns=m.time_ns + by_ns) for m in step.memory],
-            )
-        )
-        begin += step.duration_ns
+    for run in runs:
+        by_ns = begin - min(min(step.start_ns, default=0) for step in run)
+        placed += [_later(step, by_ns) for step in run]
+        begin = max(begin, *(max(step.end_ns, default=0) for step in placed[-len(run) :]))
     return placed
+
+
+def mean_period_ns(ends_ns: Sequence[int]) -> int:
+    """Time from the end of one step to the end of the next, of steps that overlap: the mean over all but the first of
+    them, before which there was none."""
+    return round((ends_ns[-1] - ends_ns[0]) / (len(ends_ns) - 1))
+
+
+def _later(step: StepTimes, by_ns: int) -> StepTimes:
+    return StepTimes(
+        start_ns=[time + by_ns for time in step.start_ns],
+        end_ns=[time + by_ns for time in step.end_ns],
+        copied_bytes=step.copied_bytes,
+        memory=None if step.memory is None else [m._replace(time_ns=m.time_ns + by_ns) for m in step.memory],
+    )
 
 
 def replay_times(schedule: Schedule, duration_ns: Sequence[int]) -> StepTimes:

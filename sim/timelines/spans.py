@@ -43,8 +43,8 @@ def spans(timeline: Timeline) -> Iterator[Span]:
 
 
 def median_step(timeline: Timeline) -> int:
-    """The step, warm-up excluded, whose length is the median (the lower one of two)."""
-    steps = timeline.frame[timeline.frame["step"] >= timeline.info.warmup_steps].groupby("step")
+    """Of the steps that ran alone, the one whose length is the median (the lower one of two)."""
+    steps = timeline.frame[timeline.frame["step"].isin(timeline.info.alone)].groupby("step")
     lengths = (steps["end_ns"].max() - steps["start_ns"].min()).sort_values(kind="stable")
     return int(lengths.index[(len(lengths) - 1) // 2])
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -22,7 +24,6 @@ from ..plan import Plan
 from ..schedule import Schedule, TensorKind
 from ..units import format_seconds
 from . import metrics
-from .critical_path import CriticalPath
 from .files import Tables, read_tables, write_tables
 from .held import Peaks, held_at_peaks
 from .replay import StepTimes, memory_changes
@@ -34,8 +35,9 @@ Source = Literal["simulated", "measured"]
 class TimelineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a timeline is of, and what the plan promised.
 
-    ``steps`` counts all recorded steps, the first ``warmup_steps`` of which no figure uses. ``critical_path``
-    is of the typical step; when measured, recompute counts as compute. ``provenance`` says how many
+    ``steps`` counts all recorded steps, the first ``warmup_steps`` of which no figure uses. The last ``overlapping`` of
+    them ran on without a barrier, those before them each alone. ``critical_path`` gives
+    shares by cause, of the typical step; when measured, recompute counts as compute. ``provenance`` says how many
     durations of the trace came from where; it and ``lower_bound_ns`` are there only when simulated. ``held_at_peak`` is
     by GPU (``"0"``, ``"1"``, …) and ``"host"``. ``notes`` holds whatever else the maker has to say, as plain JSON.
     """
@@ -53,16 +55,24 @@ class TimelineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host_store: dict[TensorKind, int]
     held_at_peak: dict[str, Peaks] = {}
     lower_bound_ns: int | None = None
-    critical_path: CriticalPath | None = None
+    critical_path: dict[str, float] | None = None
     provenance: dict[str, int] | None = None
+    overlapping: int = 0
     notes: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
         """Check that a step is left to measure."""
-        if not 0 <= self.warmup_steps < self.steps:
+        if not 0 <= self.warmup_steps < self.steps - self.overlapping:
+            overlap = f" and {self.overlapping} overlap" if self.overlapping else ""
             raise TimelineError(
-                f"{self.steps} step(s) of which {self.warmup_steps} warm up leave none to measure; record more steps"
+                f"{self.steps} step(s) of which {self.warmup_steps} warm up{overlap} leave none to measure; record "
+                "more steps"
             )
+
+    @property
+    def alone(self) -> range:
+        """The steps that ran alone, warmed up."""
+        return range(self.warmup_steps, self.steps - self.overlapping)
 
     @classmethod
     def of(cls, schedule: Schedule, machine: str, source: Source, *, steps: int, warmup_steps: int = 0) -> TimelineInfo:
@@ -103,7 +113,9 @@ class Timeline:
     def from_times(cls, schedule: Schedule, info: TimelineInfo, steps: Sequence[StepTimes]) -> Timeline:
         """The timeline of a schedule that ran at these times, warm-up steps first."""
         changes = [memory_changes(schedule, times) for times in steps]
-        known = msgspec.structs.replace(info, held_at_peak=held_at_peaks(schedule, changes))
+        alone, together = changes[: info.alone.stop], changes[info.alone.stop :]
+        runs = [*alone, sorted(chain.from_iterable(together), key=attrgetter("time_ns"))] if together else alone
+        known = msgspec.structs.replace(info, held_at_peak=held_at_peaks(schedule, runs))
         return cls(known, task_table(schedule, steps), memory_table(changes))
 
     @property
@@ -113,8 +125,16 @@ class Timeline:
 
     @property
     def step_time_ns(self) -> int:
-        """Median of the steps after the warm-up."""
-        return round(median(self.step_times_ns[self.info.warmup_steps :]))
+        """Of a step alone: median of those after the warm-up."""
+        return round(median(self.step_times_ns[step] for step in self.info.alone))
+
+    @property
+    def period_ns(self) -> int | None:
+        """Time from the end of one step to the end of the next, in the long run (None: not recorded).
+
+        Without overlap that is the step's time; of steps that overlap see ``mean_period_ns`` in ``replay.py``.
+        """
+        return metrics.period_ns(self)
 
     def to_frame(self) -> pd.DataFrame:
         """The task table, as a copy of one's own."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from sim.builders import build
+from sim.home import NO_TIES
 from sim.plan import HarmonyPlan, PagedPlan, Plan, Policy
 from sim.schedule import Schedule, TaskKind
-from sim.timelines.replay import StepTimes, replay_times
+from sim.timelines.replay import StepTimes, in_sequence, replay_times
 from sim.timelines.timeline import Source, Timeline, TimelineInfo
+from sim.unrolling import split_steps, unroll
 from tests.sim.handmade import machine
 from traces.synthetic import uniform_trace
 
@@ -57,6 +61,15 @@ def timeline(
         begin += times.duration_ns
     info = TimelineInfo.of(schedule, "bench", source, steps=len(recorded), warmup_steps=warmup_steps)
     return Timeline.from_times(schedule, info, recorded)
+
+
+def overlapping(schedule: Schedule, *, factor: int = 1, source: Source = "simulated") -> Timeline:
+    """A step alone and three that overlap; tasks last ``factor`` times :func:`durations`."""
+    lasting = [factor * duration for duration in durations(schedule)]
+    together = split_steps(replay_times(unroll(schedule, 3, NO_TIES), lasting * 3), 3)
+    info = TimelineInfo.of(schedule, "bench", source, steps=4)
+    runs = [[replay_times(schedule, lasting)], together]
+    return Timeline.from_times(schedule, msgspec.structs.replace(info, overlapping=3), in_sequence(runs))
 
 
 def first_of(schedule: Schedule, kind: TaskKind) -> int:

@@ -369,17 +369,18 @@ def test_the_best_vary_and_the_bound_is_of_candidates() -> None:
     assert (plain.counts.varied, varied.counts.varied > 0) == (0, True)
     assert varied.counts == plain.counts + Counts(varied=varied.counts.varied)
     assert varied.lower_bound_ns == plain.lower_bound_ns == plain.best.step_time_ns
-    assert varied.best.step_time_ns <= plain.best.step_time_ns
+    assert varied.best.found.period_ns <= plain.best.step_time_ns
     best = plain.best.plan
     tried = times_ns([best, replace(best, gpu_order=CROSSING)], Costs(TRACES["skewed"]), TWO_SWITCHES)
-    assert varied.best.step_time_ns <= min(tried.values())
+    assert varied.best.found.period_ns <= min(tried.values())
     assert varied.gap == 0
 
 
 def test_variations_keep_to_their_limit_and_to_what_is_fixed() -> None:
     assert crossing_search(max_simulated=8, max_variations=1).counts.varied == 1
+    alone = {"split_backward": 0, "overlap_steps": False}
     for order in (CROSSING, (0, 1, 2, 3)):
-        found = crossing_search(choice=PlanChoice(gpu_order=order, split_backward=0), max_simulated=8)
+        found = crossing_search(choice=PlanChoice(gpu_order=order, **alone), max_simulated=8)
         assert {each.plan.gpu_order for each in found.top} == {order}
         assert found.counts.varied == 0
     with pytest.raises(PlanError, match="-1 variations"):
@@ -391,9 +392,27 @@ def test_of_plans_with_backwards_in_two_parts_the_best_is_found(apart: int) -> N
     trace, machine = TRACES["skewed"], MACHINES["two"]
     plans = [replace(each, split_backward=apart) for each in all_plans(PP, 4, Costs(trace), machine)]
     found = search(
-        trace, machine, 4, policies=(PP,), choice=PlanChoice(split_backward=apart), max_simulated=EVERYTHING, top=3
-    )
+        trace, machine, 4, policies=(PP,), choice=PlanChoice(split_backward=apart), max_simulated=EVERYTHING, top=3,
+        max_variations=0,
+    )  # fmt: skip
     assert [each.step_time_ns for each in found.top] == sorted(times_ns(plans, Costs(trace), machine).values())[:3]
+
+
+def test_plans_whose_steps_overlap_are_ranked_by_their_period() -> None:
+    """Bounds are of a step alone, so they rule nothing out; what is not tried is left."""
+    trace, machine = TRACES["skewed"], MACHINES["two"]
+    choice = PlanChoice(overlap_steps=True, packs_bwd=3, u_bwd=2)
+    found = search(trace, machine, 4, policies=(DP, PP), choice=choice, max_simulated=4, max_variations=0)
+    assert all(each.plan.overlap_steps for each in found.top)
+    periods = [each.period_ns for each in found.top]
+    assert periods == sorted(periods)
+    assert found.best.timeline.period_ns == periods[0] <= found.best.step_time_ns
+    assert found.counts.pruned == 0
+    assert found.lower_bound_ns <= min(each.step_time_ns for each in found.top)
+    assert found.remarks()[2].startswith("where steps overlap, what counts is their period")
+    everything = search(trace, machine, 4, choice=choice, max_simulated=EVERYTHING)
+    assert everything.counts.left == 0
+    assert everything.best.found.period_ns <= periods[0]
 
 
 def test_an_order_of_other_gpus_is_refused() -> None:

@@ -18,9 +18,11 @@ CROSSING = (0, 4, 1, 5, 2, 6, 3, 7)
 PLAN = plan(gpus=8, minibatch=8, policy=Policy.HARMONY_PP)
 
 
-def varied(of: object, field: str, machine: object = TWO_SWITCHES, space: Space | None = None) -> list[object]:
+def varied(
+    of: object, field: str, machine: object = TWO_SWITCHES, *, space: Space | None = None, costs: Costs = COSTS
+) -> list[object]:
     """The other values that variations give to a field."""
-    found = [getattr(each, field) for each in variations(of, COSTS, machine, space or Space())]
+    found = [getattr(each, field) for each in variations(of, costs, machine, space or Space())]
     return [value for value in found if value != getattr(of, field)]
 
 
@@ -37,11 +39,14 @@ def test_gpus_take_turns_across_switches_or_in_ascending_order() -> None:
 
 def test_backwards_are_split_where_another_pack_waits_for_one_with_weights() -> None:
     split = replace(PLAN, gpus=2, packs_fwd=((0, 0), (1, 1)), packs_bwd=((0, 0), (1, 1), (2, 2)), minibatch=6)
-    found = [
-        each.split_backward for each in variations(split, Costs(uniform_trace(3)), load_machine("4x1080ti"), Space())
-    ]
-    assert found == [1, 2, 4, 6]
+    assert varied(split, "split_backward", load_machine("4x1080ti"), costs=Costs(uniform_trace(3))) == [1, 2, 4, 6]
     assert varied(PLAN, "split_backward") == []  # its second pack is the loss
+
+
+def test_steps_overlap_or_do_not() -> None:
+    assert varied(PLAN, "overlap_steps") == [True]
+    assert varied(replace(PLAN, overlap_steps=True), "overlap_steps") == [False]
+    assert varied(PLAN, "overlap_steps", space=Space(overlap_steps=(False,))) == []
 
 
 def test_what_the_space_fixes_stays() -> None:

@@ -97,19 +97,19 @@ def test_observed_peaks_are_the_largest_of_any_step() -> None:
         hand.buffer(TensorKind.STASH, 0, 0, gpu=gpu)
     first, second, in_host = hand.buffers
 
-    def changes(gpu_bytes: int, host_bytes: int) -> list[MemoryChange]:
+    def changes(begin: int, gpu_bytes: int, host_bytes: int) -> list[MemoryChange]:
         return [
-            MemoryChange(0, first, gpu_bytes),
-            MemoryChange(0, in_host, host_bytes),
-            MemoryChange(5, first, -gpu_bytes),
-            MemoryChange(5, second, 3),
-            MemoryChange(9, second, -3),
-            MemoryChange(9, in_host, -host_bytes),
+            MemoryChange(begin, first, gpu_bytes),
+            MemoryChange(begin, in_host, host_bytes),
+            MemoryChange(begin + 5, first, -gpu_bytes),
+            MemoryChange(begin + 5, second, 3),
+            MemoryChange(begin + 9, second, -3),
+            MemoryChange(begin + 9, in_host, -host_bytes),
         ]
 
     schedule = two_gpus()
     schedule = replace(schedule, memory=replace(schedule.memory, host_store={TensorKind.DATA: 1000}))
-    steps = [step(LENGTHS, memory=changes(40, 8)), step(LENGTHS, 10**6, memory=changes(30, 9))]
+    steps = [step(LENGTHS, memory=changes(0, 40, 8)), step(LENGTHS, 10**6, memory=changes(10**6, 30, 9))]
     timeline = of(schedule, *steps)
     assert metrics.observed_peak_bytes(timeline) == [0, 40]
     assert metrics.observed_host_peak_bytes(timeline) == 1009
@@ -133,10 +133,12 @@ def test_summary_of_a_simulation() -> None:
         "prefetch": True,
         "stash": "swap",
         "gpu_order": None,
+        "overlap_steps": False,
         "split_backward": 0,
     }
     assert figures["step_time_s"] == 744e-9
     assert figures["step_times_s"] == [744e-9, 744e-9]
+    assert (figures["period_s"], figures["overlapping_steps"]) == (744e-9, 0)
     assert figures["throughput_samples_per_s"] == pytest.approx(2 / 744e-9)
     assert figures["peak_memory_bytes"] == [860]
     assert figures["observed_peak_memory_bytes"][0] <= 860

@@ -11,6 +11,7 @@ from sim.timelines.replay import (
     StepTimes,
     host_peak,
     in_sequence,
+    mean_period_ns,
     memory_changes,
     peak_by_gpu,
     peak_bytes,
@@ -107,10 +108,18 @@ def test_the_hosts_peak_has_its_store() -> None:
     assert host_peak(schedule, replay_times(schedule, [task.bytes for task in schedule.tasks])) == 908 + 40
 
 
-def test_steps_in_sequence_begin_where_the_one_before_ended() -> None:
+def test_runs_in_sequence_begin_where_the_one_before_ended() -> None:
+    """The second run is of two steps that overlap."""
     change = MemoryChange(7, two_lanes().buffers[0], 5)
-    placed = in_sequence([StepTimes([5, 6], [9, 8], copied_bytes=[1, 2], memory=[change]), StepTimes([0, 2], [2, 3])])
+    alone = StepTimes([5, 6], [9, 8], copied_bytes=[1, 2], memory=[change])
+    placed = in_sequence([[alone], [StepTimes([0, 2], [2, 5]), StepTimes([3, 4], [4, 6])], [StepTimes([1], [2])]])
     assert placed == [
         StepTimes([0, 1], [4, 3], copied_bytes=[1, 2], memory=[change._replace(time_ns=2)]),
-        StepTimes([4, 6], [6, 7]),
+        StepTimes([4, 6], [6, 9]),
+        StepTimes([7, 8], [8, 10]),
+        StepTimes([10], [11]),
     ]
+
+
+def test_the_period_is_from_end_to_end() -> None:
+    assert mean_period_ns([30, 40, 52]) == 11

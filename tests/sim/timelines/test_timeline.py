@@ -11,6 +11,7 @@ from sim.schedule import TaskKind, TensorKind
 from sim.timelines.replay import StepTimes, replay_times
 from sim.timelines.timeline import Timeline, TimelineInfo
 from tests.sim.handmade import Hand, one_gpu_schedule, plan
+from tests.sim.made_timelines import overlapping, pipeline
 
 SCHEDULE = one_gpu_schedule()
 TIMES = replay_times(SCHEDULE, [task.bytes for task in SCHEDULE.tasks])
@@ -126,3 +127,15 @@ def test_tables_are_checked() -> None:
     refused("column lane: holds nothing", lane=pd.Series([pd.NA] * len(SCHEDULE.tasks), dtype="string"))
     refused("memory table lacks gpu", memory=timeline(TIMES).memory.drop(columns="gpu"))
     refused("task table has unknown column\\(s\\) colour", colour="red")
+
+
+def test_what_is_held_where_steps_overlap_counts_both() -> None:
+    """The first step of GPU 0 is still under way when the next one begins, and no memory is held for one alone."""
+    schedule = pipeline()
+    found = overlapping(schedule)
+    changes = found.memory[found.memory["gpu"] == 0].sort_values(["time_ns", "delta_bytes"])
+    assert (changes["delta_bytes"].cumsum() >= 0).all()
+    assert found.summary()["observed_peak_memory_bytes"][0] <= schedule.memory.gpu_peak_bytes[0]
+    assert found.info.held_at_peak["0"].observed.bytes <= schedule.memory.gpu_peak_bytes[0]
+    with pytest.raises(TimelineError, match="1 warm up and 3 overlap leave none"):
+        replace(found.info, warmup_steps=1)

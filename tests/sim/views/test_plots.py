@@ -15,7 +15,7 @@ from sim.timelines.spans import held_bytes, spans
 from sim.units import format_bytes
 from sim.views.colours import TASK_COLOURS, TENSOR_COLOURS
 from sim.views.plots import plot_lanes, plot_memory, plot_swap_bytes
-from tests.sim.made_timelines import MILLISECOND, data_parallel, durations, pipeline, swapping, timeline
+from tests.sim.made_timelines import MILLISECOND, data_parallel, durations, overlapping, pipeline, swapping, timeline
 
 MIB = 2**20
 
@@ -123,3 +123,12 @@ def test_axes_that_are_handed_in_are_drawn_into() -> None:
     assert plot_swap_bytes({"a": shown}, ax=places[1]) is places[1]
     assert plot_memory(shown, ax=places[2]) is places[2]
     assert len(plt.get_fignums()) == 1
+
+
+def test_of_steps_that_overlap_the_one_alone_is_drawn() -> None:
+    shown, alone = overlapping(pipeline()), timeline(pipeline())
+    for plot in (plot_lanes, plot_memory):
+        drawn, expected = plot(shown), plot(alone)
+        assert drawn.get_xlim() == expected.get_xlim()
+        paths = [[path.vertices.tolist() for path in bars.get_paths()] for bars in drawn.collections]
+        assert paths == [[path.vertices.tolist() for path in bars.get_paths()] for bars in expected.collections]
