@@ -74,7 +74,10 @@ def run(
     info = replace(
         TimelineInfo.of(schedule, machine.name, "measured", steps=total, warmup_steps=warmup_steps),
         # Recompute is not timed apart from the backward that it is part of.
-        critical_path=critical_path(schedule, typical, lambda task: 0.0),
+        critical_path=replace(
+            critical_path(schedule, typical, lambda task: 0.0, machine),
+            step=next(number for number, each in enumerate(times) if each is typical),
+        ),
         notes={
             "device": device.value,
             "torch": str(torch.__version__),

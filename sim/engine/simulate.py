@@ -75,7 +75,7 @@ def simulate(
         TimelineInfo.of(schedule, machine.name, "simulated", steps=sum(map(len, runs))),
         overlapping=overlapping,
         lower_bound_ns=bound_ns(schedule, demands),
-        critical_path=critical_path(schedule, step, lambda task: forward_share(task, costs)),
+        critical_path=critical_path(schedule, step, lambda task: forward_share(task, costs), machine),
         provenance={where.value: count for where, count in costs.tally(used).items()},
         notes={"caveats": found} if (found := caveats(costs, used)) else {},
     )

@@ -14,9 +14,10 @@ import msgspec
 import pandas as pd
 
 from ..errors import DifferentSchedules
+from ..schedule import TaskKind
 from ..tables import Table, device_name, signed_percent
 from ..units import NS_PER_S, format_bytes, format_seconds
-from .critical_path import Cause
+from .critical_path import LINK, Cause
 from .timeline import Timeline
 
 if TYPE_CHECKING:
@@ -317,19 +318,32 @@ def _pairs(before: Mapping[Key, float], after: Mapping[Key, float]) -> dict[Key,
 
 
 def _causes(predicted: Timeline, measured: Timeline) -> dict[str, Pair]:
-    """Seconds of the critical path by cause: each timeline's shares times its step. Recompute counts as compute, since
-    a run does not time it apart."""
-    before, after = _path_s(predicted), _path_s(measured)
+    """Seconds of the critical path by cause: each timeline's pieces, scaled to its step. Recompute counts as compute,
+    since a run does not time it apart; copies count by lane where one of the two does not know the links."""
+    by_link = all(_knows_links(timeline) for timeline in (predicted, measured))
+    before, after = _path_s(predicted, by_link), _path_s(measured, by_link)
     return _pairs(before, after) if before and after else {}
 
 
-def _path_s(timeline: Timeline) -> dict[str, float]:
-    shares = dict(timeline.info.critical_path or {})
-    if shares:
-        recompute = shares.pop(Cause.RECOMPUTE.value, 0.0)
-        shares[Cause.COMPUTE.value] = shares.get(Cause.COMPUTE.value, 0.0) + recompute
-    step_s = timeline.step_time_ns / NS_PER_S
-    return {cause: share * step_s for cause, share in shares.items()}
+def _knows_links(timeline: Timeline) -> bool:
+    path = timeline.info.critical_path
+    lanes = {kind.value for kind in TaskKind if kind.is_copy}
+    return path is not None and not any(piece.cause in lanes for piece in path.pieces)
+
+
+def _path_s(timeline: Timeline, by_link: bool) -> dict[str, float]:
+    path = timeline.info.critical_path
+    if path is None or not path.pieces:
+        return {}
+    kinds = dict(zip(timeline.frame["task"], timeline.frame["kind"], strict=True))
+    spent = {cause.value: 0.0 for cause in Cause if cause is not Cause.RECOMPUTE}
+    per_ns = timeline.step_time_ns / NS_PER_S / path.pieces[-1].end_ns
+    for piece in path.pieces:
+        cause = Cause.COMPUTE.value if piece.cause == Cause.RECOMPUTE.value else piece.cause
+        if cause.startswith(LINK) and not by_link:
+            cause = kinds[piece.task]
+        spent[cause] = spent.get(cause, 0.0) + (piece.end_ns - piece.start_ns) * per_ns
+    return spent
 
 
 def _device(gpu: str) -> str:

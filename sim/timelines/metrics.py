@@ -172,7 +172,7 @@ def summary(timeline: Timeline) -> dict[str, Any]:
     if info.lower_bound_ns is not None:
         figures["lower_bound_s"] = info.lower_bound_ns / NS_PER_S
     if info.critical_path is not None:
-        figures["critical_path"] = info.critical_path
+        figures["critical_path"] = info.critical_path.shares()
     if info.provenance is not None:
         figures["provenance"] = info.provenance
     return figures

@@ -24,6 +24,7 @@ from ..plan import Plan
 from ..schedule import Schedule, TensorKind
 from ..units import format_seconds
 from . import metrics
+from .critical_path import CriticalPath
 from .files import Tables, read_tables, write_tables
 from .held import Peaks, held_at_peaks
 from .replay import StepTimes, memory_changes
@@ -36,8 +37,8 @@ class TimelineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What a timeline is of, and what the plan promised.
 
     ``steps`` counts all recorded steps, the first ``warmup_steps`` of which no figure uses. The last ``overlapping`` of
-    them ran on without a barrier, those before them each alone. ``critical_path`` gives
-    shares by cause, of the typical step; when measured, recompute counts as compute. ``provenance`` says how many
+    them ran on without a barrier, those before them each alone. ``critical_path`` is of the typical step; when
+    measured, recompute counts as compute. ``provenance`` says how many
     durations of the trace came from where; it and ``lower_bound_ns`` are there only when simulated. ``held_at_peak`` is
     by GPU (``"0"``, ``"1"``, …) and ``"host"``. ``notes`` holds whatever else the maker has to say, as plain JSON.
     """
@@ -55,7 +56,7 @@ class TimelineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host_store: dict[TensorKind, int]
     held_at_peak: dict[str, Peaks] = {}
     lower_bound_ns: int | None = None
-    critical_path: dict[str, float] | None = None
+    critical_path: CriticalPath | None = None
     provenance: dict[str, int] | None = None
     overlapping: int = 0
     notes: dict[str, Any] = {}

@@ -189,7 +189,7 @@ def test_what_the_timeline_says_about_the_run() -> None:
     assert info.lower_bound_ns == 744
     assert info.provenance == {"measured": 6}  # two layers: forward, backward and update, one microbatch size
     assert info.critical_path is not None
-    assert sum(info.critical_path.values()) == pytest.approx(1)
+    assert sum(info.critical_path.shares().values()) == pytest.approx(1)
 
 
 def test_injected_durations_replace_the_traces() -> None:

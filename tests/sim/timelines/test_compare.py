@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from itertools import accumulate
 
 import msgspec
 import pytest
@@ -11,7 +12,8 @@ from rich.console import Console
 
 from sim.errors import DifferentSchedules
 from sim.schedule import Schedule, TaskKind
-from sim.timelines.compare import compare
+from sim.timelines.compare import Pair, compare
+from sim.timelines.critical_path import CriticalPath, Piece
 from sim.timelines.replay import StepTimes, replay_times
 from sim.timelines.timeline import Timeline, TimelineInfo
 from tests.sim.made_timelines import (
@@ -123,15 +125,35 @@ def test_json_holds_errors_per_lane_and_tensor_kind() -> None:
     assert found["step_time_error"] == pytest.approx((predicted - actual) / actual)
 
 
+def with_causes(shown: Timeline, *lasting: tuple[str, int, int | None]) -> Timeline:
+    """Pieces of the critical path: cause, length and task."""
+    ends = list(accumulate(length for _, length, _ in lasting))
+    pieces = [
+        Piece(start, end, cause, task) for (cause, _, task), start, end in zip(lasting, [0, *ends], ends, strict=False)
+    ]
+    info = msgspec.structs.replace(shown.info, critical_path=CriticalPath(tuple(pieces)))
+    return Timeline(info, shown.frame, shown.memory)
+
+
+def test_links_are_compared_where_both_know_them_and_lanes_where_one_does_not() -> None:
+    schedule = pipeline()
+    swap = first_of(schedule, TaskKind.SWAP_OUT)
+    predicted = with_causes(timeline(schedule), ("compute", 1, 0), ("link:gpu0 up", 1, swap))
+    other = timeline(schedule, source="measured")
+    step = predicted.step_time_ns / 1e9
+    by_link = compare(predicted, with_causes(other, ("compute", 3, 0), ("link:gpu0 up", 1, swap))).causes
+    assert by_link["link:gpu0 up"] == Pair(pytest.approx(step / 2), pytest.approx(step / 4))
+    by_lane = compare(predicted, with_causes(other, ("compute", 3, 0), ("swap_out", 1, swap))).causes
+    assert by_lane["swap_out"] == Pair(pytest.approx(step / 2), pytest.approx(step / 4))
+    assert "link:gpu0 up" not in by_lane
+
+
 def test_causes_are_shares_of_each_step() -> None:
     schedule = pipeline()
     doubled = [2 * d for d in durations(schedule)]
 
-    def with_causes(shown: Timeline, shares: dict[str, float]) -> Timeline:
-        return Timeline(msgspec.structs.replace(shown.info, critical_path=shares), shown.frame, shown.memory)
-
-    predicted = with_causes(timeline(schedule), {"compute": 0.5, "recompute": 0.25, "swap_in": 0.25})
-    measured = with_causes(timeline(schedule, doubled, source="measured"), {"compute": 0.5, "idle": 0.5})
+    predicted = with_causes(timeline(schedule), ("compute", 2, 0), ("recompute", 1, 0), ("swap_in", 1, 1))
+    measured = with_causes(timeline(schedule, doubled, source="measured"), ("compute", 3, 0), ("idle", 3, None))
     causes = compare(predicted, measured).causes
     step = predicted.step_time_ns / 1e9
     assert causes["compute"].predicted == pytest.approx(0.75 * step)
