@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .views.plots import plot_lanes as plot_lanes
     from .views.plots import plot_memory as plot_memory
     from .views.plots import plot_swap_bytes as plot_swap_bytes
+    from .views.why import why as why
 
 _HOME = {
     "Costs": "traces.costs",
@@ -88,6 +89,7 @@ _HOME = {
     "shipped_traces": "traces.files",
     "simulate": "sim.engine.simulate",
     "validate": "sim.validation.validate",
+    "why": "sim.views.why",
 }
 """Public names, and the module that each comes from."""
 

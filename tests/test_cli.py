@@ -64,6 +64,7 @@ COMMANDS = [
     ("search",),
     ("simulate",),
     ("run",),
+    ("why",),
     ("compare",),
     ("plot", "lanes"),
     ("plot", "swap"),
@@ -341,6 +342,16 @@ def timelines() -> tuple[str, str]:
     save_timeline(timeline(pipeline()), "a.parquet")
     save_timeline(timeline(data_parallel()), "b.parquet")
     return "a.parquet", "b.parquet"
+
+
+def test_why(timelines: tuple[str, str]) -> None:
+    assert "What decided the step" in succeed(*SIMULATE, "--policy", "dp-swap", "--why", "-o", "why.parquet").stdout
+    found = json_of("why", "why.parquet")
+    assert sum(found["critical_path"].values()) == pytest.approx(1)
+    pieces = found["pieces"]
+    assert [piece["start_ns"] for piece in pieces] == [0, *(piece["end_ns"] for piece in pieces[:-1])]
+    assert "What decided the step" in succeed("why", "why.parquet").stdout
+    assert "does not say what decided its step" in harmony("why", timelines[0]).stderr
 
 
 def test_compare(timelines: tuple[str, str]) -> None:

@@ -45,6 +45,7 @@ class _HarmonyCommands(Commands):
         "search",
         "simulate",
         "run",
+        "why",
         "compare",
         "plot",
         "export",
@@ -196,6 +197,7 @@ def simulate(
     ] = None,
     extrapolate: Extrapolate = False,
     show_grid: Annotated[bool, typer.Option("--grid", help="Print what every lane does, in order.")] = False,
+    show_why: Annotated[bool, typer.Option("--why", help="Print the tasks that decide how long the step is.")] = False,
     save: Annotated[
         Path | None, typer.Option("--save-schedule", metavar="S.json", help="Write the schedule here.")
     ] = None,
@@ -211,6 +213,7 @@ def simulate(
     from ..schedule_files import save_schedule
     from ..timelines.timeline import save_timeline
     from ..views.grid import grid
+    from ..views.why import why_table
     from .tables import summary_tables
 
     out = Output(as_json, save, output)
@@ -231,7 +234,8 @@ def simulate(
     out.write(save, ".json", lambda path: save_schedule(planned, path))
     out.write(output, ".csv", lambda path: save_timeline(timeline, path))
     summary = timeline.summary()
-    out.result(summary, *([grid(planned)] if show_grid else []), *summary_tables(summary))
+    before, after = [grid(planned)] if show_grid else [], [why_table(timeline)] if show_why else []
+    out.result(summary, *before, *summary_tables(summary), *after)
 
 
 def _checked(path: Path, trace: Trace) -> Schedule:

@@ -1,4 +1,4 @@
-"""Commands that look at what happened: compare, export, plot."""
+"""Commands that look at what happened: why, compare, export, plot."""
 
 from __future__ import annotations
 
@@ -20,6 +20,20 @@ if TYPE_CHECKING:
 commands = typer.Typer()
 plot_commands = typer.Typer(help="Draw timelines.", no_args_is_help=True)
 commands.add_typer(plot_commands, name="plot")
+
+
+@commands.command(epilog="Example: harmony why predicted.parquet")
+def why(timeline: TimelineFile, as_json: Json = False) -> None:
+    """Which tasks decided how long the step is, one after the other, and what the time went to."""
+    from ..timelines.timeline import load_timeline
+    from ..views.why import why as pieces
+    from ..views.why import why_table
+
+    loaded = load_timeline(timeline)
+    rows = pieces(loaded)
+    shares = loaded.summary()["critical_path"]
+    found = rows.astype(object).where(rows.notna(), None).to_dict("records")
+    Output(as_json).result({"critical_path": shares, "pieces": found}, why_table(loaded))
 
 
 @commands.command(epilog="Example: harmony compare predicted.parquet measured.parquet")

@@ -1,7 +1,8 @@
 """Timelines as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open.
 
 Format: "Trace Event Format" (JSON object form). A process per GPU and one for the host, for each timeline; a thread
-per lane, on which spans never overlap; a counter of held bytes by tensor kind per GPU. Times are microseconds.
+per lane, on which spans never overlap; a counter of held bytes by tensor kind per GPU; a process for the critical path.
+Times are microseconds.
 """
 
 from __future__ import annotations
@@ -51,11 +52,12 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     for label, timeline in timelines.items():
         devices: list[int | None] = [*range(timeline.info.plan.gpus), None]
         processes = {gpu: first_process + place for place, gpu in enumerate(devices, start=1)}
-        first_process += len(devices)
+        first_process += len(devices) + 1
         events += _names(label, timeline, processes)
         events += (_span(span, processes[span.gpu]) for span in spans(timeline))
         for gpu, process in processes.items():
             events += _memory(timeline, gpu, process)
+        events += _critical_path(label, timeline, first_process)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -101,6 +103,27 @@ def _span(span: Span, process: int) -> Event:
         "dur": (span.end_ns - span.start_ns) / 1000,
         "args": {key: row[key] for key in _ARGUMENTS if row[key] is not None},
     }
+
+
+def _critical_path(label: str, timeline: Timeline, process: int) -> Iterator[Event]:
+    """The pieces of the critical path, on a track of their own, named by their cause."""
+    path = timeline.info.critical_path
+    if path is None:
+        return
+    yield _metadata("process_name", process, 0, name=f"{label}: critical path")
+    yield _metadata("process_sort_index", process, 0, sort_index=process)
+    begin = int(timeline.frame.loc[timeline.frame["step"] == path.step, "start_ns"].min())
+    for piece in path.pieces:
+        yield {
+            "ph": "X",
+            "name": piece.cause,
+            "cat": "critical path",
+            "pid": process,
+            "tid": 1,
+            "ts": (begin + piece.start_ns) / 1000,
+            "dur": (piece.end_ns - piece.start_ns) / 1000,
+            "args": {"step": path.step} | ({} if piece.task is None else {"task": piece.task}),
+        }
 
 
 def _memory(timeline: Timeline, gpu: int | None, process: int) -> Iterator[Event]:
