@@ -1,8 +1,9 @@
 """A torch model as a list of layers, the loss last.
 
-A layer is a module that turns one tensor into one tensor, batch dimension first; the loss layer turns (logits,
-labels) into a scalar. :func:`decompose` finds the layers without changing the model: it wraps the model's own
-modules. Which models it understands is a table (:data:`FAMILIES`); a new family is one more entry.
+A layer is a module that turns what reaches it, one tensor or several, into what passes on, samples first; the loss
+layer turns (logits, labels) into a scalar. :func:`decompose` finds the layers without changing the model, whose own
+modules they call: an ``nn.Sequential`` has a layer per child, and of any other model the forward is recorded
+(``recording.py``) and cut between its blocks (``blocks.py``, ``cutting.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.rnn import RNNBase
 
 from ..errors import ModelError
-from . import gpt2
+from .blocks import is_plain_sequential, units
+from .cutting import Piece, cut
+from .inputs import Inputs
+from .program import ProgramLayer
+from .recording import record
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(output of the last layer, labels) → scalar, a mean over the samples."""
@@ -45,9 +50,9 @@ class NamedBuffer(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayerSpec:
-    """One layer: ``module(x) -> Tensor``; the loss layer's is ``module(logits, labels) -> scalar``.
+    """One layer: ``module(*x)`` returns a tensor or a tuple of tensors; the loss layer's is ``module(logits, labels)``.
 
-    ``parameters`` and ``buffers`` are keyed by their name inside ``module``, each tensor once. ``random``: the layer
+    ``input_gradients``: for each tensor of x, whether it gets a gradient (if its dtype has one). ``parameters`` and ``buffers`` are keyed by their name inside ``module``, each tensor once. ``random``: the layer
     holds dropout or the like, in training mode. ``changes_buffers``: its forward writes its buffers (BatchNorm).
     """
 
@@ -58,6 +63,7 @@ class LayerSpec:
     buffers: Mapping[str, NamedBuffer]
     random: bool
     changes_buffers: bool
+    input_gradients: tuple[bool, ...] = (True,)
 
     @cached_property
     def trainable(self) -> Mapping[str, NamedParameter]:
@@ -126,37 +132,6 @@ class LayerModel:
         return len(self.layers)
 
 
-Piece = tuple[str, str, nn.Module]
-"""What a family says of a layer: its name, its kind, and the module to call with the previous layer's output."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """A kind of model that can be split. ``split`` raises ModelError for a member with options it cannot honour."""
-
-    title: str
-    matches: Callable[[nn.Module], bool]
-    split: Callable[[Any], Sequence[Piece]]
-
-
-def _is_sequential(model: nn.Module) -> bool:
-    return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
-
-
-def _split_sequential(model: nn.Sequential) -> list[Piece]:
-    # Not named_children(), which leaves out a module's second place.
-    children = [(name, child) for name, child in model._modules.items() if child is not None]
-    if not children:
-        raise ModelError("the nn.Sequential is empty; give it at least one layer")
-    return [(name, type(child).__name__, child) for name, child in children]
-
-
-FAMILIES: tuple[Family, ...] = (
-    Family("torch.nn.Sequential (a layer per child)", _is_sequential, _split_sequential),
-    Family("transformers GPT2LMHeadModel (a layer per block)", gpt2.matches, gpt2.split),
-)
-
-
 class _Loss(nn.Module):
     """The loss function as a module, so that every layer is one. Holds a loss module under :data:`LOSS_PREFIX`."""
 
@@ -170,40 +145,48 @@ class _Loss(nn.Module):
         return loss
 
 
-def decompose(model: nn.Module, loss_fn: LossFunction) -> LayerModel:
+def decompose(model: nn.Module, loss_fn: LossFunction, inputs: Inputs | None = None) -> LayerModel:
     """Split ``model`` into layers and append the loss.
 
-    ``random`` and ``changes_buffers`` are judged by each module's current mode (train or eval). The model is not
-    changed, and shares its modules and parameters with the result.
+    ``inputs`` are some batch's, of which only shapes and dtypes count; an ``nn.Sequential`` needs none. ``random`` and
+    ``changes_buffers`` are judged by each module's current mode (train or eval). The model is not changed, and shares
+    its modules and parameters with the result.
 
-    Raises ModelError if no family knows the model, or it uses an option its family cannot split; if a parameter or
-    hook of the model lies outside the layers; if the loss has parameters; if layers share a buffer that a forward
-    changes.
+    Raises ModelError, with the place, for a model that cannot be cut; if a trained parameter or a hook of the model
+    lies outside the layers; if the loss has parameters; if layers share a buffer that a forward changes.
     """
-    family = next((family for family in FAMILIES if family.matches(model)), None)
-    if family is None:
-        known = "; ".join(family.title for family in FAMILIES)
-        raise ModelError(
-            f"{_class_name(model)} cannot be split into layers; understood are: {known}. "
-            "Write the model as an nn.Sequential whose children each turn one tensor into one tensor"
-        )
     if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
         raise ModelError(
             f"the loss {_class_name(loss_fn)} has parameters; make them part of the model, as its last layer"
         )
-    pieces = [*family.split(model), ("loss", "loss", _Loss(loss_fn))]
-    layers = tuple(_spec(model, name, kind, module) for name, kind, module in pieces)
+    _check_checkpointing(model)
+    pieces = [*_pieces(model, inputs), Piece("loss", "loss", _Loss(loss_fn), (True,))]
+    layers = tuple(_spec(model, piece) for piece in pieces)
     _check_accounted(model, layers)
     _check_hooks(model, layers)
     _check_buffers(layers)
     return LayerModel(model, loss_fn, layers, _tied(layers))
 
 
+def _pieces(model: nn.Module, inputs: Inputs | None) -> list[Piece]:
+    if is_plain_sequential(model):
+        # Not named_children(), which leaves out a module's second place.
+        children = [(name, child) for name, child in model._modules.items() if child is not None]
+        if not children:
+            raise ModelError("the nn.Sequential is empty; give it at least one layer")
+        return [Piece(name, type(child).__name__, child, (True,)) for name, child in children]
+    if inputs is None:
+        raise ModelError(f"{_class_name(model)} is no nn.Sequential; to cut it into layers takes a batch of its inputs")
+    parts = units(model)
+    return cut(model, parts, record(model, parts, inputs))
+
+
 def _class_name(module: object) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def _spec(model: nn.Module, name: str, kind: str, module: nn.Module) -> LayerSpec:
+def _spec(model: nn.Module, piece: Piece) -> LayerSpec:
+    module = piece.module
     parameter_names = {id(parameter): qualified for qualified, parameter in model.named_parameters()}
     buffer_names = {id(buffer): qualified for qualified, buffer in model.named_buffers()}
     parameters = {
@@ -214,18 +197,21 @@ def _spec(model: nn.Module, name: str, kind: str, module: nn.Module) -> LayerSpe
         local: NamedBuffer(buffer_names.get(id(buffer), local), buffer) for local, buffer in module.named_buffers()
     }
     return LayerSpec(
-        name=name,
-        kind=kind,
+        name=piece.name,
+        kind=piece.kind,
         module=module,
         parameters=parameters,
         buffers=buffers,
         random=any(_is_random(part) for part in module.modules()),
         changes_buffers=any(_changes_buffers(part) for part in module.modules()),
+        input_gradients=piece.input_gradients,
     )
 
 
 def _is_random(part: nn.Module) -> bool:
     """True if the module draws random numbers in its present mode, as far as its class tells."""
+    if isinstance(part, ProgramLayer):
+        return any(call.draws for call in part.calls)
     if not part.training:
         return False
     match part:
@@ -259,14 +245,22 @@ def _tied(layers: Sequence[LayerSpec]) -> tuple[TiedGroup, ...]:
     )
 
 
+def _check_checkpointing(model: nn.Module) -> None:
+    if any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
+        raise ModelError(
+            f"{_class_name(model)}: gradient checkpointing is on; switch it off, as schedules recompute by themselves"
+        )
+
+
 def _check_accounted(model: nn.Module, layers: Sequence[LayerSpec]) -> None:
-    """Every parameter of the model lies in some layer."""
+    """Every trained parameter of the model lies in some layer."""
     held = {id(named.tensor) for layer in layers for named in layer.parameters.values()}
-    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in held]
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if missing:
         raise ModelError(
             f"{_class_name(model)}: parameters outside its layers: {', '.join(missing[:5])}"
-            f"{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}; remove them, or make them part of a layer"
+            f"{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}; nothing that reaches the loss uses them: remove "
+            "them, or freeze them (requires_grad_(False))"
         )
 
 
