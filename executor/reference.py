@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .models.inputs import Inputs, call_model, logits_of
 from .models.workloads import Workload, adam
 from .reporting import Progress, silent
 from .running.optimizer import OptimizerFactory
@@ -28,8 +29,8 @@ def plain_losses(
         progress(number / steps, f"step {number + 1} of {steps}")
         inputs, labels = workload.batch(minibatch, seed + number)
         update.zero_grad()
-        outputs = workload.model(inputs)
-        loss = workload.loss_fn(getattr(outputs, "logits", outputs), labels)
+        outputs = call_model(workload.model, Inputs.of(inputs))
+        loss = workload.loss_fn(logits_of(outputs), labels)
         torch.autograd.backward(loss)
         update.step()
         losses.append(float(loss.detach()))

@@ -58,6 +58,7 @@ class Costs:
         self._input_gradient = sizes["input_gradient_bytes"]
         self._saved, self._workspace = sizes["saved_bytes"], sizes["workspace_bytes"]
         self._forward_workspace = sizes["forward_workspace_bytes"]
+        self._relayed = sizes["relayed_bytes"]
         self._unrecomputed = sizes["unrecomputed_workspace_bytes"]
         self._held, self._parts_workspace = sizes["held_bytes"], sizes["parts_workspace_bytes"]
         self._forward_peaks: dict[int, _RangeMaximum] = {}
@@ -165,7 +166,8 @@ class Costs:
     def remainder_bytes(self, layer: int, u: int) -> int:
         """What a layer's forward leaves alive for its backward besides its input: all that it saved, without its output
         if that is only the next layer's input."""
-        return _remainder_bytes(self.trace, layer, self.saved_bytes(layer, layer, u), self.output_bytes(layer, u))
+        made = self.output_bytes(layer, u) - self._relayed.at(u)[layer]
+        return _remainder_bytes(self.trace, layer, self.saved_bytes(layer, layer, u), made)
 
     def unrecomputed_workspace_bytes(self, layer: int, u: int) -> int:
         """Peak of a layer's backward alone, when its forward was recorded and what that saved lies elsewhere. Where a
@@ -280,6 +282,7 @@ class Costs:
             "saved_bytes",
             "workspace_bytes",
             "forward_workspace_bytes",
+            "relayed_bytes",
         )
         columns = {name: _Column("sizes", self._source, self.extrapolate) for name in names}
         derived = ("unrecomputed_workspace_bytes", "held_bytes", "parts_workspace_bytes")
@@ -298,7 +301,7 @@ class Costs:
     def _derived_bytes(self, row: SizeRow) -> tuple[int, int, int]:
         """What holds where a row does not say."""
         layer = self.trace.layers[row.layer]
-        remainder = _remainder_bytes(self.trace, row.layer, row.saved_bytes, row.output_bytes)
+        remainder = _remainder_bytes(self.trace, row.layer, row.saved_bytes, row.output_bytes - row.relayed_bytes)
         return (
             row.saved_bytes + row.workspace_bytes - remainder,
             modelled_held_bytes(layer, row),
@@ -427,9 +430,10 @@ class _RangeMaximum:
         return max(row[first], row[last + 1 - (1 << level)])
 
 
-def _remainder_bytes(trace: Trace, layer: int, saved_bytes: int, output_bytes: int) -> int:
+def _remainder_bytes(trace: Trace, layer: int, saved_bytes: int, made_bytes: int) -> int:
+    """``made_bytes``: of the output, what takes memory of its own."""
     given_on = layer < len(trace.layers) - 1 and not trace.layers[layer].saves_output
-    return max(0, saved_bytes - output_bytes) if given_on else saved_bytes
+    return max(0, saved_bytes - made_bytes) if given_on else saved_bytes
 
 
 def _prefix(values: Sequence[int]) -> list[int]:

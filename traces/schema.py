@@ -111,6 +111,7 @@ class SizeRow(_Row, frozen=True):
     gradient and the parameter gradient not yet accumulated included). ``forward_workspace_bytes`` is the peak
     of its forward *without* gradient recording (output included, input and parameters excluded).
     ``unrecomputed_workspace_bytes`` is the most that its backward alone takes, beside what the forward saved.
+    ``relayed_bytes`` are those of the output that take no memory of their own: input that only passes by, or repeats.
 
     Of a backward in two parts, ``held_bytes`` stay alive from the first part to the second: what was saved, and the
     gradients from which those of the parameters follow (of layers without trained parameters only what was saved).
@@ -128,6 +129,7 @@ class SizeRow(_Row, frozen=True):
     saved_bytes: Bytes
     workspace_bytes: Bytes
     forward_workspace_bytes: Bytes
+    relayed_bytes: Bytes = 0
     unrecomputed_workspace_bytes: Bytes | None = None
     held_bytes: Bytes | None = None
     parts_workspace_bytes: Bytes | None = None

@@ -48,11 +48,13 @@ class LayerBench:
 
         return clock(work)
 
-    def forward_and_backward_ns(self, inputs: Sequence[Tensor], gradient: Tensor | float, clock: Clock) -> int:
-        """Forward with recording, and backward from the gradient of the output."""
+    def forward_and_backward_ns(
+        self, inputs: Sequence[Tensor], gradients: Sequence[Tensor] | float, clock: Clock
+    ) -> int:
+        """Forward with recording, and backward from the gradients of the output."""
 
         def work() -> None:
-            self._gpu.backward(self._run, inputs, gradient, self._tensors, self._chance, first_time=True)
+            self._gpu.backward(self._run, inputs, gradients, self._tensors, self._chance, first_time=True)
 
         return clock(work)
 

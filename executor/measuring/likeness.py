@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..models.layers import LayerSpec
+from ..models.program import Call, Port
 
 _INNER = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
 """What torch keeps of a module's tensors and parts; compared on their own."""
@@ -16,7 +17,7 @@ _POSITION = {"layer_idx"}
 """How transformers numbers blocks: it tells them apart without changing what they do."""
 
 
-def likeness(layer: LayerSpec, inputs: Tensor) -> Hashable:
+def likeness(layer: LayerSpec, inputs: Sequence[Tensor]) -> Hashable:
     """A key that two layers share only if their modules, called on inputs like these, do the same work.
 
     Two layers with equal keys are alike in classes, names and plain options of all their modules, and in shape, dtype
@@ -24,7 +25,8 @@ def likeness(layer: LayerSpec, inputs: Tensor) -> Hashable:
     included, so that in doubt layers are unlike.
     """
     modules = tuple((name, _module_key(module)) for name, module in layer.module.named_modules())
-    return modules, tuple(inputs.shape), inputs.dtype
+    reached = tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
+    return modules, reached, layer.input_gradients
 
 
 def _module_key(module: nn.Module) -> Hashable:
@@ -46,5 +48,7 @@ def _option_key(value: Any) -> Hashable:
             return type(value), tuple(_option_key(item) for item in value)
         case dict():
             return dict, tuple((str(key), _option_key(item)) for key, item in value.items())
+        case Call() | Port():
+            return value
         case _:
             return id(value)

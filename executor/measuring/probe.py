@@ -1,12 +1,12 @@
 """A first run of a model, layer by layer: what reaches each layer, which are alike, and whether all keep the rules.
 
-The rules are those of every later run: one dense tensor between layers, batch dimension first; a scalar loss; every
+The rules are those of every later run: dense tensors between layers, batch dimension first; a scalar loss; every
 trained parameter takes part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from traces.errors import HarmonyError
 
 from ..errors import ModelError
-from ..models.layers import LayerModel, LayerSpec
-from ..running.compute import Chance, GpuModel, LayerTensors
+from ..models.layers import LayerModel, LayerSpec, takes_gradient
+from ..running.compute import Chance, GpuModel, LayerTensors, Tensors
 from .likeness import likeness
 
 TensorsOf = Callable[[int], LayerTensors]
@@ -28,23 +28,26 @@ TensorsOf = Callable[[int], LayerTensors]
 class Found:
     """What a first run found of layers that are alike.
 
-    ``layers``: their indices. ``inputs``: x (of the loss, labels too) for a few samples. ``output``: what came out.
-    ``random``: another seed gave another output. ``saves_output``: their backward needs it.
+    ``layers``: their indices. ``inputs``: x (of the loss, labels too) for a few samples. ``output``: what came out;
+    ``gradients``: what of it takes a gradient. ``random``: another seed gave another output. ``saves_output``: their
+    backward needs it.
     """
 
     layers: tuple[int, ...]
-    inputs: tuple[Tensor, ...]
-    output: Tensor
+    inputs: Tensors
+    output: Tensors
+    gradients: Tensors
     random: bool
+    is_loss: bool
     saves_output: bool
 
     def inputs_for(self, samples: int) -> tuple[Tensor, ...]:
         """Inputs for as many samples as wanted, the few repeated."""
         return tuple(_repeat(tensor, samples) for tensor in self.inputs)
 
-    def output_gradient_for(self, samples: int) -> Tensor | float:
-        """A gradient in the shape of the output; of a loss, 1."""
-        return 1.0 if len(self.inputs) > 1 else _repeat(torch.ones_like(self.output), samples)
+    def output_gradient_for(self, samples: int) -> list[Tensor] | float:
+        """Gradients in the shapes of the output; of a loss, 1."""
+        return 1.0 if self.is_loss else [_repeat(torch.ones_like(value), samples) for value in self.gradients]
 
 
 def _repeat(tensor: Tensor, samples: int) -> Tensor:
@@ -52,21 +55,22 @@ def _repeat(tensor: Tensor, samples: int) -> Tensor:
 
 
 @contextmanager
-def blamed(layer: LayerSpec, x: Tensor) -> Iterator[None]:
-    """What the layer's code raises while it works on ``x`` becomes a ModelError that names both."""
+def blamed(layer: LayerSpec, inputs: Sequence[Tensor]) -> Iterator[None]:
+    """What the layer's code raises while it works on these inputs becomes a ModelError that names both."""
     try:
         yield
     except HarmonyError:
         raise
     except Exception as error:
         raise ModelError(
-            f"layer {layer.name} ({layer.kind}) fails on an input of shape {tuple(x.shape)} and {x.dtype}: "
+            f"layer {layer.name} ({layer.kind}) fails on an input of "
+            f"{', '.join(f'shape {tuple(x.shape)} and {x.dtype}' for x in inputs[: len(layer.input_gradients)])}: "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
 def probe(
-    model: LayerModel, inputs: Tensor, labels: Tensor, tensors_of: TensorsOf, generator: torch.Generator
+    model: LayerModel, inputs: Tensors, labels: Tensor, tensors_of: TensorsOf, generator: torch.Generator
 ) -> list[Found]:
     """Run a model on a small batch: of layers that are alike, the first one, forward (twice) and backward.
 
@@ -81,8 +85,9 @@ def probe(
             known = found[key]
             found[key] = replace(known, layers=(*known.layers, index))
         else:
-            args = (x, labels) if index == len(model) - 1 else (x,)
-            found[key] = _First(gpu, index, layer, args, tensors_of(index), generator).run()
+            behind = model.layers[index + 1] if index < len(model) - 1 else None
+            args = x if behind is not None else (*x, labels)
+            found[key] = _First(gpu, index, layer, behind, args, tensors_of(index), generator).run()
         x = found[key].output
     return list(found.values())
 
@@ -100,7 +105,8 @@ class _First:
     gpu: GpuModel
     index: int
     layer: LayerSpec
-    args: tuple[Tensor, ...]
+    behind: LayerSpec | None  # None behind the loss
+    args: Tensors
     tensors: LayerTensors
     generator: torch.Generator
 
@@ -113,29 +119,31 @@ class _First:
         return range(self.index, self.index + 1)
 
     def run(self) -> Found:
-        with blamed(self.layer, self.args[0]):
+        with blamed(self.layer, self.args):
             first, second = self._forward(self.args, seed=0), self._forward(self.args, seed=1)
-            self._check_output(first)
-            random = not torch.equal(first.nan_to_num(), second.nan_to_num())
-            self._check_gradients(first)
+            for value in first:
+                self._check_output(value)
+            random = not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=True))
+            taking = tuple(takes_gradient(self.behind, first)) if self.behind is not None else first
+            self._check_gradients(taking)
             if self._is_loss and not random:
-                self._check_mean(first)
+                self._check_mean(first[0])
             saves_output = self.gpu.saves_output(self.index, self.args, self.tensors, Chance(self.generator, 0, 0, 0))
-        return Found((self.index,), self.args, first, random, saves_output)
+        return Found((self.index,), self.args, first, taking, random, self._is_loss, saves_output)
 
     @property
     def _is_loss(self) -> bool:
-        return len(self.args) > 1
+        return self.behind is None
 
-    def _forward(self, args: tuple[Tensor, ...], seed: int) -> Tensor:
-        outputs: list[Tensor] = []
+    def _forward(self, args: Tensors, seed: int) -> Tensors:
+        outputs: list[Tensors] = []
         chance = Chance(self.generator, seed, 0, 0)
         self.gpu.forward(self._run, args, {self.index: self.tensors}, chance, lambda _, x: outputs.append(x))
         return outputs[0]
 
     def _check_mean(self, loss: Tensor) -> None:
         """A step weighs each microbatch's loss by its samples. A mean stays as it is when every sample comes twice."""
-        twice = self._forward(tuple(torch.cat((tensor, tensor)) for tensor in self.args), seed=0)
+        (twice,) = self._forward(tuple(torch.cat((tensor, tensor)) for tensor in self.args), seed=0)
         once, twice = loss.double(), twice.double()
         if not torch.isclose(once, twice, rtol=0.05, atol=1e-6, equal_nan=True):
             raise ModelError(
@@ -155,17 +163,17 @@ class _First:
                 "as microbatches are cut there"
             )
 
-    def _check_gradients(self, output: Tensor) -> None:
+    def _check_gradients(self, output: Tensors) -> None:
         weights, trained = self.tensors.weights, list(self.tensors.gradients)
         reached: set[str] = set()
         hooks = [_note_gradient(weights[name], name, reached) for name in trained]
-        gradient = 1.0 if self._is_loss else torch.ones_like(output)
+        gradient = 1.0 if self._is_loss else [torch.ones_like(value) for value in output]
         chance = Chance(self.generator, 0, 0, 0)
         tensors = {self.index: self.tensors}
-        of_input, _ = self.gpu.backward(self._run, self.args, gradient, tensors, chance, first_time=False)
+        of_inputs, _ = self.gpu.backward(self._run, self.args, gradient, tensors, chance, first_time=False)
         for hook in hooks:
             hook()
-        if self._is_loss and of_input is None:
+        if self._is_loss and of_inputs == [None]:
             raise ModelError("the loss does not depend on the model's output: no gradient reaches it; do not detach it")
         unused = [self.layer.parameters[name].qualified for name in trained if name not in reached]
         if unused:

@@ -20,7 +20,6 @@ from traces.schema import Layer, Phase, SizeRow, TiedWeight, TimeRow, Trace
 
 from ..devices.processor import SteadyClock, quiet
 from ..errors import WorkloadError
-from ..models.layers import decompose
 from ..models.workloads import Workload, adam
 from ..reporting import Progress, silent
 from ..running.compute import Chance, GpuModel, LayerTensors
@@ -80,7 +79,7 @@ class _Profiler:
     ) -> None:
         self._workload, self._microbatches = workload, microbatches
         self._factory, self._device = optimizer, device
-        self._model = decompose(workload.model, workload.loss_fn)
+        self._model = workload.layers(microbatches[0])
         trained = [parameter for parameter in workload.model.parameters() if parameter.requires_grad]
         if not trained:
             what = "every parameter is frozen" if any(True for _ in workload.model.parameters()) else "no parameters"
@@ -97,9 +96,8 @@ class _Profiler:
         progress(0.0, "checking the model")
         few = self._microbatches[0]
         inputs, labels = self._workload.checked_batch(few, 0)
-        found = probe(
-            self._model, inputs.to(self._device), labels.to(self._device), self._tensors_of, self._chance.generator
-        )
+        reached = inputs.map(lambda tensor: tensor.to(self._device)).tensors
+        found = probe(self._model, reached, labels.to(self._device), self._tensors_of, self._chance.generator)
         sizes = self._sizes(found, progress)
         times, rounds = self._times(found, warmups, repeats, budget_s, progress)
         progress(1.0, "profiled")
@@ -130,7 +128,7 @@ class _Profiler:
             progress(_SIZES_SHARE * at / len(found), f"memory of {self._model.layers[first].name}")
             for u in self._microbatches:
                 inputs = kind.inputs_for(u)
-                with blamed(self._model.layers[first], inputs[0]):
+                with blamed(self._model.layers[first], inputs):
                     measured = measure_sizes(self._model, first, inputs, self._tensors_of(first), self._chance)
                 rows.update({(layer, u): measured for layer in kind.layers})
         return tuple(SizeRow(layer=layer, microbatch=u, **asdict(rows[layer, u])) for layer, u in sorted(rows))
@@ -177,7 +175,7 @@ class _Profiler:
     def _forward(self, benches: Sequence[LayerBench], kind: Found, u: int) -> Callable[[int], int]:
         def work(number: int) -> int:
             inputs = kind.inputs_for(u)
-            with blamed(self._model.layers[kind.layers[0]], inputs[0]):
+            with blamed(self._model.layers[kind.layers[0]], inputs):
                 return benches[number % len(benches)].forward_ns(inputs, self._clock)
 
         return work
@@ -185,7 +183,7 @@ class _Profiler:
     def _forward_and_backward(self, benches: Sequence[LayerBench], kind: Found, u: int) -> Callable[[int], int]:
         def work(number: int) -> int:
             inputs, gradient = kind.inputs_for(u), kind.output_gradient_for(u)
-            with blamed(self._model.layers[kind.layers[0]], inputs[0]):
+            with blamed(self._model.layers[kind.layers[0]], inputs):
                 return benches[number % len(benches)].forward_and_backward_ns(inputs, gradient, self._clock)
 
         return work

@@ -19,8 +19,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..models.layers import LayerModel, LayerSpec, NamedBuffer
-from ..running.compute import Chance, GpuModel, LayerTensors
+from ..models.layers import LayerModel, LayerSpec, NamedBuffer, takes_gradient
+from ..running.compute import Chance, GpuModel, LayerTensors, Tensors
 from ..running.recording import Region
 from ..running.storage import MemoryMeter, measure_memory
 
@@ -35,6 +35,7 @@ class LayerBytes:
     saved_bytes: int
     workspace_bytes: int
     forward_workspace_bytes: int
+    relayed_bytes: int
     unrecomputed_workspace_bytes: int
 
 
@@ -43,46 +44,50 @@ def measure_sizes(
 ) -> LayerBytes:
     """Run a layer forward without recording, and then forward and backward with it.
 
-    ``inputs`` are x of the layer and, for the loss, the labels. Adds to the layer's gradients.
+    ``inputs`` are the tensors of x of the layer and, for the loss, the labels. Adds to the layer's gradients.
     """
     spec = model.layers[layer]
+    x = inputs[: len(spec.input_gradients)]
     if layer == len(model) - 1:
-        spec = _labelled(spec, inputs[1])
+        spec = _labelled(spec, inputs[-1])
         tensors = replace(tensors, buffers={f"inner.{name}": tensor for name, tensor in tensors.buffers.items()})
-    x = inputs[0]
+    taking = model.layers[layer + 1].input_gradients if layer < len(model) - 1 else (True,)
     behind = _LayerBehind()
-    gpu = GpuModel(LayerModel(model.model, model.loss_fn, (spec, behind.as_layer())))
+    gpu = GpuModel(LayerModel(model.model, model.loss_fn, (spec, behind.as_layer(taking))))
     every = {0: tensors, 1: LayerTensors({}, {}, {})}
-    outputs: list[int] = []
-    with measure_memory(x.device) as meter:
-        gpu.forward(range(1), [x], every, chance, lambda _, output: outputs.append(output.nbytes))
+    outputs: list[tuple[int, int]] = []
+    with measure_memory(x[0].device) as meter:
+        gpu.forward(range(1), x, every, chance, lambda _, output: outputs.append((_size(output), _made(output, x))))
         forward_peak = meter.peak_bytes
-    with measure_memory(x.device) as meter:
+    with measure_memory(x[0].device) as meter:
         behind.meter = meter
-        gradient, _ = gpu.backward(range(2), [x], 1.0, every, chance, first_time=True)
+        gradients, _ = gpu.backward(range(2), x, 1.0, every, chance, first_time=True)
         peak = meter.peak_bytes
+    ((output_bytes, made_bytes),) = outputs
+    has_gradient = any(gradient is not None for gradient in gradients)
     return LayerBytes(
-        input_bytes=x.nbytes,
-        output_bytes=outputs[0],
-        input_gradient_bytes=0 if gradient is None else gradient.nbytes,
+        input_bytes=_size(x),
+        output_bytes=output_bytes,
+        input_gradient_bytes=_size(takes_gradient(spec, x)) if has_gradient else 0,
         saved_bytes=behind.saved_bytes,
         workspace_bytes=peak - behind.saved_bytes,
         forward_workspace_bytes=forward_peak,
+        relayed_bytes=max(0, output_bytes - made_bytes),
         unrecomputed_workspace_bytes=_backward_alone(gpu, x, every[0], chance, room_bytes=peak),
     )
 
 
-def _backward_alone(gpu: GpuModel, x: Tensor, tensors: LayerTensors, chance: Chance, room_bytes: int) -> int:
+def _backward_alone(gpu: GpuModel, x: Sequence[Tensor], tensors: LayerTensors, chance: Chance, room_bytes: int) -> int:
     """The most that a backward takes whose forward was recorded, with what that saved in memory of its own."""
     state = {**tensors.weights, **tensors.buffers}
     memory: dict[Hashable, Tensor] = {name: _bytes_of(tensor) for name, tensor in state.items()}
-    memory[Region.INPUT] = _bytes_of(x)
-    memory[Region.SAVED] = torch.empty(room_bytes + x.nbytes, dtype=torch.uint8, device=x.device)
-    outputs: list[Tensor] = []
-    recording = gpu.record(range(1), [x], {0: tensors}, chance, lambda _, y: outputs.append(y), memory)
-    gradient = torch.ones_like(outputs.pop())
+    memory |= {(Region.INPUT, at): _bytes_of(value) for at, value in enumerate(x)}
+    memory[Region.SAVED] = torch.empty(room_bytes + _size(x), dtype=torch.uint8, device=x[0].device)
+    outputs: list[Tensors] = []
+    recording = gpu.record(range(1), x, {0: tensors}, chance, lambda _, y: outputs.append(y), memory)
+    gradient = [torch.ones_like(value) for value in gpu.taking(0, outputs.pop())]
     gradients = {(0, name): each for name, each in tensors.gradients.items()}
-    with measure_memory(x.device) as meter:
+    with measure_memory(x[0].device) as meter:
         recording.backward(memory, gradient, gradients)
         return meter.peak_bytes
 
@@ -91,18 +96,32 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
+def _size(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _made(output: Sequence[Tensor], x: Sequence[Tensor]) -> int:
+    """Bytes of the storages of the output that are not the input's."""
+    storages = {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in output}
+    for value in x:
+        storages.pop(value.untyped_storage()._cdata, None)
+    return sum(storages.values())
+
+
 class _Gradient(torch.autograd.Function):
-    """Nothing forward; in backward a new gradient in the shape of what came in, which nobody else holds."""
+    """Nothing forward; in backward new gradients in the shapes of what came in, which nobody else holds."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.like = x.shape, x.dtype, x.device
-        return x.new_empty(0)
+    def forward(ctx: Any, *x: Tensor) -> Tensor:
+        ctx.like = [(value.shape, value.dtype, value.device) for value in x]
+        return torch.empty(0, device=x[0].device)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        shape, dtype, device = ctx.like
-        return torch.ones(shape, dtype=dtype, device=device)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(
+            torch.ones(shape, dtype=dtype, device=device) if needed else None
+            for (shape, dtype, device), needed in zip(ctx.like, ctx.needs_input_grad, strict=True)
+        )
 
 
 class _LayerBehind(nn.Module):
@@ -117,15 +136,17 @@ class _LayerBehind(nn.Module):
         # Skeletons are copies; this one is to be asked afterwards.
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *x: Tensor) -> Tensor:
         """Take the output and return a tensor of no bytes."""
         if self.meter is not None:
             self.saved_bytes = self.meter.live_bytes
-        result: Tensor = _Gradient.apply(x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        result: Tensor = _Gradient.apply(*x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return result
 
-    def as_layer(self) -> LayerSpec:
-        return LayerSpec("behind", "stand-in", self, {}, {}, random=False, changes_buffers=False)
+    def as_layer(self, input_gradients: tuple[bool, ...]) -> LayerSpec:
+        return LayerSpec(
+            "behind", "stand-in", self, {}, {}, random=False, changes_buffers=False, input_gradients=input_gradients
+        )
 
 
 class _Labelled(nn.Module):

@@ -1,4 +1,4 @@
-"""A recording cut into layers that pass values on.
+"""A transcript cut into layers that pass values on.
 
 Every block begins a layer; behind the first block, so does every other unit with parameters. What lies between joins
 the layer in front of it. A value that a later layer needs passes through all layers in between, unless it can be had
@@ -8,7 +8,7 @@ constant, if it is the same for all batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ModelError
 from .blocks import Unit
 from .program import Call, Held, Here, Port, ProgramLayer, Size, Value
-from .recording import SAMPLES, Recording
+from .transcript import SAMPLES, Transcript
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +32,12 @@ class Piece:
     input_gradients: tuple[bool, ...]
 
 
-def cut(model: nn.Module, units: Sequence[Unit], recording: Recording) -> list[Piece]:
+def cut(model: nn.Module, units: Sequence[Unit], transcript: Transcript) -> list[Piece]:
     """The layers of a recorded model. They hold its own modules and parameters.
 
     Raises ModelError for a value that would have to pass between layers and cannot.
     """
-    return _Cutter(model, units, recording).layers()
+    return _Cutter(model, units, transcript).layers()
 
 
 @dataclass
@@ -50,13 +49,13 @@ class _Layer:
 
 
 class _Cutter:
-    def __init__(self, model: nn.Module, units: Sequence[Unit], recording: Recording) -> None:
-        self._model, self._recording = model, recording
-        self._calls, self._values = recording.calls, recording.values
+    def __init__(self, model: nn.Module, units: Sequence[Unit], transcript: Transcript) -> None:
+        self._model, self._transcript = model, transcript
+        self._calls, self._values = transcript.calls, transcript.values
         self._unit = {unit.name: unit for unit in units}
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._tensors = {
-            **recording.constants,
+            **transcript.constants,
             **dict(model.named_buffers(remove_duplicate=False)),
             **self._parameters,
         }
@@ -140,7 +139,7 @@ class _Cutter:
         made = {number for index in group for number in self._calls[index].made()}
         todo = [number for index in group for number in _used(self._calls[index])]
         if is_last:
-            todo.append(self._recording.output)
+            todo.append(self._transcript.output)
         while todo:
             number = todo.pop()
             if number in made or number in needs:
@@ -157,14 +156,14 @@ class _Cutter:
 
     def _passing(self, layers: Sequence[_Layer]) -> list[list[int]]:
         """The values that reach each layer, and those that leave the last one."""
-        passing = [set[int](), *(set[int]() for _ in layers[1:]), {self._recording.output}]
+        passing = [set[int](), *(set[int]() for _ in layers[1:]), {self._transcript.output}]
         born = {number: at for at, layer in enumerate(layers) for i in layer.calls for number in self._calls[i].made()}
         for at, layer in enumerate(layers):
             for number in layer.needs:
                 for boundary in range(born[number] + 1 if number in born else 0, at + 1):
                     passing[boundary].add(number)
         between = [sorted(numbers, key=self._order) for numbers in passing[1:]]
-        return [list(self._recording.inputs), *between]
+        return [list(self._transcript.inputs), *between]
 
     def _order(self, number: int) -> tuple[bool, int]:
         """What has a gradient first, so that layers that are alike receive alike."""
@@ -194,6 +193,7 @@ class _Cutter:
     def _evaluated(self, number: int, fill: int) -> Tensor:
         """A value computed from batches full of ``fill``."""
         values: dict[int, Tensor] = {}
+        device = torch.device("meta" if any(tensor.is_meta for tensor in self._tensors.values()) else "cpu")
 
         def leaf(form: Any) -> Any:
             match form:
@@ -202,7 +202,7 @@ class _Cutter:
                 case Size(times, plus):
                     return times * SAMPLES[0] + plus
                 case Here():
-                    return torch.device("cpu")
+                    return device
                 case _:
                     return form
 
@@ -211,7 +211,7 @@ class _Cutter:
             if wanted in values:
                 return
             if wanted != number and (value.call is None or self._roots_of(wanted) is None):
-                values[wanted] = torch.full(value.shapes[0], fill, dtype=value.dtype)
+                values[wanted] = torch.full(value.shapes[0], fill, dtype=value.dtype, device=device)
                 return
             assert value.call is not None
             call = self._calls[value.call]

@@ -22,6 +22,8 @@ class Inputs:
     def of(given: object) -> Inputs:
         """From a tensor, a tuple or list of tensors, or a mapping of names to tensors. Raises WorkloadError."""
         match given:
+            case Inputs():
+                return given
             case Tensor():
                 return Inputs((given,))
             case tuple() | list() if given and all(isinstance(item, Tensor) for item in given):

@@ -3,7 +3,7 @@
 A layer is a module that turns what reaches it, one tensor or several, into what passes on, samples first; the loss
 layer turns (logits, labels) into a scalar. :func:`decompose` finds the layers without changing the model, whose own
 modules they call: an ``nn.Sequential`` has a layer per child, and of any other model the forward is recorded
-(``recording.py``) and cut between its blocks (``blocks.py``, ``cutting.py``).
+(``transcript.py``) and cut between its blocks (``blocks.py``, ``cutting.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .blocks import is_plain_sequential, units
 from .cutting import Piece, cut
 from .inputs import Inputs
 from .program import ProgramLayer
-from .recording import record
+from .transcript import transcribe
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(output of the last layer, labels) → scalar, a mean over the samples."""
@@ -52,8 +52,9 @@ class NamedBuffer(NamedTuple):
 class LayerSpec:
     """One layer: ``module(*x)`` returns a tensor or a tuple of tensors; the loss layer's is ``module(logits, labels)``.
 
-    ``input_gradients``: for each tensor of x, whether it gets a gradient (if its dtype has one). ``parameters`` and ``buffers`` are keyed by their name inside ``module``, each tensor once. ``random``: the layer
-    holds dropout or the like, in training mode. ``changes_buffers``: its forward writes its buffers (BatchNorm).
+    ``input_gradients``: for each tensor of x, whether it gets a gradient (if its dtype has one). ``parameters`` and
+    ``buffers`` are keyed by their name inside ``module``, each tensor once. ``random``: the layer holds dropout or the
+    like, in training mode. ``changes_buffers``: its forward writes its buffers (BatchNorm).
     """
 
     name: str
@@ -103,6 +104,12 @@ class LayerSpec:
         for named_buffer in self.buffers.values():
             memo[id(named_buffer.tensor)] = torch.empty_like(named_buffer.tensor, device="meta")
         return copy.deepcopy(self.module, memo)
+
+
+def takes_gradient(layer: LayerSpec, x: Sequence[Tensor]) -> list[Tensor]:
+    """Those of the tensors that reach a layer that get a gradient there."""
+    of = zip(x, layer.input_gradients, strict=True)
+    return [tensor for tensor, wanted in of if wanted and (tensor.is_floating_point() or tensor.is_complex())]
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +185,7 @@ def _pieces(model: nn.Module, inputs: Inputs | None) -> list[Piece]:
     if inputs is None:
         raise ModelError(f"{_class_name(model)} is no nn.Sequential; to cut it into layers takes a batch of its inputs")
     parts = units(model)
-    return cut(model, parts, record(model, parts, inputs))
+    return cut(model, parts, transcribe(model, parts, inputs))
 
 
 def _class_name(module: object) -> str:
@@ -259,8 +266,8 @@ def _check_accounted(model: nn.Module, layers: Sequence[LayerSpec]) -> None:
     if missing:
         raise ModelError(
             f"{_class_name(model)}: parameters outside its layers: {', '.join(missing[:5])}"
-            f"{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}; nothing that reaches the loss uses them: remove "
-            "them, or freeze them (requires_grad_(False))"
+            f"{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}; nothing that reaches the loss uses them: "
+            "remove them, or freeze them (requires_grad_(False))"
         )
 
 

@@ -24,10 +24,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..errors import WorkloadError
-from .layers import LossFunction, decompose
+from .inputs import Inputs
+from .layers import LayerModel, LossFunction, decompose
 
-BatchFunction = Callable[[int, int], tuple[Tensor, Tensor]]
-"""(samples, seed) → (inputs, labels), batch dimension first; the same arguments give the same batch."""
+BatchFunction = Callable[[int, int], tuple[Any, Tensor]]
+"""(samples, seed) → (inputs, labels), batch dimension first; the same arguments give the same batch. Inputs are a
+tensor, a tuple of tensors, or a dictionary of them by the names of the model's arguments."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,15 @@ class Workload:
     loss_fn: LossFunction
     batch: BatchFunction
 
-    def checked_batch(self, samples: int, seed: int) -> tuple[Tensor, Tensor]:
-        """A batch. Raises WorkloadError unless the batch function makes two tensors of ``samples`` each."""
+    def layers(self, samples: int = 1) -> LayerModel:
+        """The model as layers, found with a batch of so many samples (it does not matter how many).
+
+        Raises ModelError if it cannot be cut, WorkloadError for its batches.
+        """
+        return decompose(self.model, self.loss_fn, self.checked_batch(samples, 0)[0])
+
+    def checked_batch(self, samples: int, seed: int) -> tuple[Inputs, Tensor]:
+        """A batch. Raises WorkloadError unless the batch function makes inputs and labels of ``samples`` each."""
         try:
             batch: object = self.batch(samples, seed)
         except Exception as error:
@@ -50,10 +59,10 @@ class Workload:
             ) from error
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise WorkloadError(f"the batch function returned {_describe(batch)}; it must return (inputs, labels)")
-        inputs, labels = batch
-        for what, tensor in (("inputs", inputs), ("labels", labels)):
-            if not isinstance(tensor, Tensor):
-                raise WorkloadError(f"the batch's {what} are {type(tensor).__name__}; they must be one tensor")
+        inputs, labels = Inputs.of(batch[0]), batch[1]
+        if not isinstance(labels, Tensor):
+            raise WorkloadError(f"the batch's labels are {type(labels).__name__}; they must be one tensor")
+        for what, tensor in (*inputs.labelled, ("labels", labels)):
             if tensor.ndim == 0 or len(tensor) != samples:
                 raise WorkloadError(
                     f"the batch's {what} have shape {tuple(tensor.shape)}, but {samples} samples were asked for; the "
@@ -203,8 +212,8 @@ def _from_configuration(spec: str) -> Workload:
             shapes = make_model(config)
     except (ValueError, TypeError) as error:
         raise WorkloadError(f"{spec}: transformers makes no causal language model of {path}: {error}") from error
-    decompose(shapes, next_token_loss)  # refused before memory is spent on it
     batch = text_batches(config.max_position_embeddings)
+    Workload(spec, shapes.train(), next_token_loss, batch).layers()  # refused before memory is spent on it
     return Workload(spec, make_model(config).train(), next_token_loss, batch)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from sim.schedule import Interval, Schedule, Task, TaskKind, TensorKind
@@ -15,8 +14,8 @@ from sim.schedule import Interval, Schedule, Task, TaskKind, TensorKind
 from ..devices.facade import Devices, Queue
 from ..errors import DifferentModel, WorkspaceOverrun
 from ..models.layers import LayerModel
-from .compute import Chance, GpuModel, LayerTensors
-from .layout import SlotKey, typed
+from .compute import Chance, GpuModel, LayerTensors, Tensors
+from .layout import SlotKey
 from .optimizer import Moved, PackOptimizer, State
 from .places import Places
 from .recording import Memory, Recording, Region
@@ -99,7 +98,6 @@ class Calculations:
             if not task.recompute
         )
         self._roles = {task.id: self._find_roles(task) for task in schedule.copies(TaskKind.FORWARD, TaskKind.BACKWARD)}
-        self._specs: dict[int, tuple[torch.Size, torch.dtype]] = {}  # of a sample of x(l), as last produced
         self._users: dict[nn.Parameter, list[tuple[int, SlotKey]]] = {}
         for index, layer in enumerate(model.layers):
             for name, parameter in layer.trainable.items():
@@ -115,16 +113,18 @@ class Calculations:
         roles, gpu = self._roles[task.id], _gpu(task)
         chance = self._chance(roles, gpu, context)
 
-        def emit(layer: int, x: Tensor) -> None:
+        def emit(layer: int, x: Tensors) -> None:
             if layer > self._loss_layer:
-                self._record_loss(roles, x, context)
+                self._record_loss(roles, x[0], context)
                 return
-            self._specs[layer] = x.shape[1:], x.dtype
+            self._places.records.note(layer, x)
             for number in roles.outputs.get(layer, ()):
-                self._target(number, layer, x).copy_(x)
+                self._check_size(number, layer, x)
+                for target, value in zip(self._tensors(number), x, strict=True):
+                    target.copy_(value)
 
         def work() -> None:
-            inputs = [self._tensor(number) for number in roles.inputs]
+            inputs = [tensor for number in roles.inputs for tensor in self._tensors(number)]
             tensors = self._layer_tensors(roles)
             if (roles.layers, roles.samples) in self._recorded:
                 context.recordings[roles.layers, roles.samples] = self._gpu_models[gpu].record(
@@ -147,21 +147,21 @@ class Calculations:
                 self._places.block(roles.gradient).bytes.zero_()
             if roles.incoming is None and roles.layers[-1] != self._loss_layer:
                 return  # what comes out has no gradient
-            incoming = self._share(roles) if roles.incoming is None else self._tensor(roles.incoming)
+            incoming = self._share(roles) if roles.incoming is None else self._tensors(roles.incoming)
             tensors = self._layer_tensors(roles)
             if not task.recompute:
                 recording = context.recordings.pop((roles.layers, roles.samples))
-                gradient = recording.backward(self._memory(roles), incoming, _gradients(tensors))
+                gradients = recording.backward(self._memory(roles), incoming, _gradients(tensors))
             else:
-                inputs = [self._tensor(number) for number in roles.inputs]
-                gradient, loss = self._gpu_models[gpu].backward(
+                inputs = [tensor for number in roles.inputs for tensor in self._tensors(number)]
+                gradients, loss = self._gpu_models[gpu].backward(
                     roles.layers, inputs, incoming, tensors, chance, first_time=first_time
                 )
                 if loss is not None and first_time:
                     self._record_loss(roles, loss, context)
             if roles.outgoing is not None:
-                target = self._tensor(roles.outgoing)
-                target.zero_() if gradient is None else target.copy_(gradient)
+                for target, gradient in zip(self._tensors(roles.outgoing), gradients, strict=True):
+                    target.zero_() if gradient is None else target.copy_(gradient)
 
         self._run(task, queue, context, work)
 
@@ -282,23 +282,21 @@ class Calculations:
     def _record_loss(self, roles: _Roles, loss: Tensor, context: StepContext) -> None:
         context.losses.append(LossPart(roles.samples[0], self._share(roles), loss.detach()))
 
-    def _tensor(self, number: int) -> Tensor:
-        """A buffer of x(l) or g(l) as the tensor that it holds."""
+    def _tensors(self, number: int) -> list[Tensor]:
+        """A buffer of x(l) or g(l) as the tensors that it holds."""
         buffer = self._buffers[number]
-        samples, layer = buffer.samples, buffer.layer_first
-        assert samples is not None
-        spec = self._places.minibatch.spec(layer) if buffer.kind is TensorKind.DATA else self._specs[layer]
-        return typed(self._places.block(number).bytes, spec[1], (samples[1] - samples[0], *spec[0]))
+        assert buffer.samples is not None
+        record = self._places.record(buffer)
+        return record.tensors(self._places.block(number).bytes, buffer.samples[1] - buffer.samples[0])
 
-    def _target(self, number: int, layer: int, x: Tensor) -> Tensor:
-        """A buffer as a tensor like ``x``, for x(l) to be written to."""
-        buffer = self._buffers[number]
-        if x.nbytes != buffer.bytes:
+    def _check_size(self, number: int, layer: int, x: Tensors) -> None:
+        """A buffer is as large as the x(l) that is to be written to it."""
+        size, planned = sum(value.nbytes for value in x), self._buffers[number].bytes
+        if size != planned:
             raise DifferentModel(
-                f"layer {layer - 1} ({self._model.layers[layer - 1].name}) returned {x.nbytes} B for {len(x)} samples; "
-                f"the schedule was made for {buffer.bytes} B: profile this model with these batches and plan again"
+                f"layer {layer - 1} ({self._model.layers[layer - 1].name}) returned {size} B for {len(x[0])} samples; "
+                f"the schedule was made for {planned} B: profile this model with these batches and plan again"
             )
-        return typed(self._places.block(number).bytes, x.dtype, x.shape)
 
     def _memory(self, roles: _Roles) -> Memory:
         """Where a task's buffers are now, for what autograd saves."""

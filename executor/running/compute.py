@@ -14,11 +14,14 @@ from hashlib import blake2b
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import ModelError
-from ..models.layers import LayerModel, LayerSpec
-from .recording import Memory, Recording, SavedTensors, add_gradients
+from ..models.layers import LayerModel, LayerSpec, takes_gradient
+from .recording import Memory, Recording, SavedTensors, add_gradients, edges_of
+
+Tensors = tuple[Tensor, ...]
+"""What passes from one layer to the next."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class GpuModel:
     """The layers of a model as one GPU runs them. One thread at a time."""
 
     def __init__(self, model: LayerModel) -> None:
+        self._specs = model.layers
         self._layers = [_Skeleton(layer) for layer in model.layers]
 
     def forward(
@@ -74,16 +78,16 @@ class GpuModel:
         inputs: Sequence[Tensor],
         tensors: Mapping[int, LayerTensors],
         chance: Chance,
-        emit: Callable[[int, Tensor], None],
+        emit: Callable[[int, Tensors], None],
     ) -> None:
         """Run layers without recording. ``emit(l, x)`` is called with every x(l) that comes out, the loss included.
 
-        ``inputs`` are x of the first layer and, if the last one is the loss, the labels.
+        ``inputs`` are the tensors of x of the first layer and, if the last one is the loss, the labels.
         """
         with torch.no_grad(), untouched(chance.generator):
-            x = self._own_input(layers[0], inputs[0])
+            x = self._own_input(layers[0], self._values(layers[0], inputs))
             for layer in layers:
-                x = self._call(layer, (x, *self._labels(layer, inputs)), tensors, chance, keep_buffers=True)
+                x = self._call(layer, (*x, *self._labels(layer, inputs)), tensors, chance, keep_buffers=True)
                 emit(layer + 1, x)
 
     def record(
@@ -92,19 +96,19 @@ class GpuModel:
         inputs: Sequence[Tensor],
         tensors: Mapping[int, LayerTensors],
         chance: Chance,
-        emit: Callable[[int, Tensor], None],
+        emit: Callable[[int, Tensors], None],
         memory: Memory,
     ) -> Recording:
         """Run layers with recording, as :meth:`forward` does without; what autograd saves goes into ``memory``."""
-        x = _leaf(inputs[0])
+        x, wanted = self._leaves(layers[0], inputs)
         saved = SavedTensors(memory)
         with torch.enable_grad(), saved.hooks(), untouched(chance.generator):
             y = self._own_input(layers[0], x)
             for layer in layers:
-                y = self._call(layer, (y, *self._labels(layer, inputs)), tensors, chance, keep_buffers=True)
-                emit(layer + 1, y.detach())
+                y = self._call(layer, (*y, *self._labels(layer, inputs)), tensors, chance, keep_buffers=True)
+                emit(layer + 1, tuple(value.detach() for value in y))
         leaves = {(layer, name): weight for layer in layers for name, weight in tensors[layer].weights.items()}
-        return Recording(saved, x, y, leaves)
+        return Recording(saved, wanted, self.taking(layers[-1], y), leaves)
 
     def saves_output(self, layer: int, inputs: Sequence[Tensor], tensors: LayerTensors, chance: Chance) -> bool:
         """Whether autograd keeps a layer's output for its backward."""
@@ -115,54 +119,70 @@ class GpuModel:
             return tensor
 
         with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor), untouched(chance.generator):
-            x = self._own_input(layer, _leaf(inputs[0]))
-            y = self._call(layer, (x, *self._labels(layer, inputs)), {layer: tensors}, chance, keep_buffers=False)
-        return any(tensor.untyped_storage()._cdata == y.untyped_storage()._cdata for tensor in kept)
+            given = self._leaves(layer, inputs)[0]
+            x = self._own_input(layer, given)
+            y = self._call(layer, (*x, *self._labels(layer, inputs)), {layer: tensors}, chance, keep_buffers=False)
+        made = {value.untyped_storage()._cdata for value in y} - {value.untyped_storage()._cdata for value in given}
+        return any(tensor.untyped_storage()._cdata in made for tensor in kept)
 
     def backward(
         self,
         layers: range,
         inputs: Sequence[Tensor],
-        output_gradient: Tensor | float,
+        output_gradient: Sequence[Tensor] | float,
         tensors: Mapping[int, LayerTensors],
         chance: Chance,
         *,
         first_time: bool,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[list[Tensor | None], Tensor | None]:
         """Run layers with recording, and back: adds to the layers' gradients.
 
-        ``output_gradient`` is that of the last layer's output; of the loss, the factor that it counts with. Only when
-        it is the ``first_time`` that these samples pass the layers do module buffers change. Returns the gradient of
-        x (None if x takes no part, or is of a dtype without gradients) and the loss (None if the last layer is not).
+        ``output_gradient`` are those of what the last layer passes on (of all that takes one there); of the loss, the
+        factor that it counts with. Only when it is the ``first_time`` that these samples pass the layers do module
+        buffers change. Returns the gradients of x (of all that takes one; None for what had no part in the output) and
+        the loss (None if the last layer is not).
         """
-        x = _leaf(inputs[0])
+        x, wanted = self._leaves(layers[0], inputs)
         with torch.enable_grad(), untouched(chance.generator):
             y = self._own_input(layers[0], x)
             for layer in layers:
-                y = self._call(layer, (y, *self._labels(layer, inputs)), tensors, chance, keep_buffers=first_time)
+                y = self._call(layer, (*y, *self._labels(layer, inputs)), tensors, chance, keep_buffers=first_time)
         loss = None
-        if not isinstance(output_gradient, Tensor):
-            loss = y.detach()
-            output_gradient = torch.full_like(loss, output_gradient)
-        if not y.requires_grad:
-            return None, loss
+        if isinstance(output_gradient, int | float):
+            (loss,) = (value.detach() for value in y)
+            output_gradient = [torch.full_like(loss, output_gradient)]
         # The output must not outlive its use in backward, so nothing here may hold it.
-        edge = get_gradient_edge(y)
+        edges = edges_of(self.taking(layers[-1], y))
         del y
         leaves = [
             (tensors[layer].weights[name], gradient)
             for layer in layers
             for name, gradient in tensors[layer].gradients.items()
         ]
-        add_gradients(edge, output_gradient, leaves)
-        return x.grad, loss
+        add_gradients(edges, output_gradient, leaves)
+        return [value.grad for value in wanted], loss
+
+    def taking(self, layer: int, y: Tensors) -> Sequence[Tensor]:
+        """What takes a gradient of all that a layer passes on."""
+        return y if layer == len(self._specs) - 1 else takes_gradient(self._specs[layer + 1], y)
+
+    def _leaves(self, first: int, inputs: Sequence[Tensor]) -> tuple[Tensors, list[Tensor]]:
+        """X of the first layer as leaves of autograd with the same memory, and those of them that get a gradient."""
+        x = tuple(value.data for value in self._values(first, inputs))
+        wanted = takes_gradient(self._specs[first], x)
+        for value in wanted:
+            value.requires_grad_()
+        return x, wanted
+
+    def _values(self, first: int, inputs: Sequence[Tensor]) -> Tensors:
+        return tuple(inputs[: len(self._specs[first].input_gradients)])
 
     def _labels(self, layer: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return inputs[1:] if layer == len(self._layers) - 1 else ()
+        return inputs[-1:] if layer == len(self._layers) - 1 else ()
 
-    def _own_input(self, layer: int, x: Tensor) -> Tensor:
+    def _own_input(self, layer: int, x: Tensors) -> Tensors:
         """A layer that works in place must not change what came from another task."""
-        return x.clone() if self._layers[layer].works_in_place else x
+        return tuple(value.clone() for value in x) if self._layers[layer].works_in_place else x
 
     def _call(
         self,
@@ -172,9 +192,17 @@ class GpuModel:
         chance: Chance,
         *,
         keep_buffers: bool,
-    ) -> Tensor:
+    ) -> Tensors:
         chance.reseed(layer)
-        return self._layers[layer].call(inputs, tensors[layer], keep_buffers)
+        output = self._layers[layer].call(inputs, tensors[layer], keep_buffers)
+        behind = layer + 1
+        expected = len(self._specs[behind].input_gradients) if behind < len(self._specs) else 1
+        if len(output) != expected:
+            raise ModelError(
+                f"layer {self._specs[layer].name} returned {len(output)} tensors; it must return "
+                f"{'one tensor' if expected == 1 else f'{expected} tensors'}"
+            )
+        return output
 
 
 class _Skeleton:
@@ -189,10 +217,10 @@ class _Skeleton:
         self._buffers = _places(self._module, "_buffers", self._unbound_buffers)
         self.works_in_place = any(getattr(part, "inplace", False) for part in self._module.modules())
 
-    def call(self, inputs: Sequence[Tensor], tensors: LayerTensors, keep_buffers: bool) -> Tensor:
+    def call(self, inputs: Sequence[Tensor], tensors: LayerTensors, keep_buffers: bool) -> Tensors:
         """Run the module on these tensors. With ``keep_buffers`` what it writes to its buffers stays.
 
-        Raises ModelError if it changes buffers though its class is not known to, or returns anything but a tensor.
+        Raises ModelError if it changes buffers though its class is not known to, or returns anything but tensors.
         """
         changes = self._layer.changes_buffers
         buffers = tensors.buffers
@@ -217,15 +245,10 @@ class _Skeleton:
                 f"layer {self._layer.name} ({self._layer.kind}) changes its buffers, which only normalisation layers "
                 "of torch in training mode may; a repeated forward would change them twice"
             )
-        if not isinstance(output, Tensor):
-            raise ModelError(f"layer {self._layer.name} returned {type(output).__name__}; it must return one tensor")
-        return output
-
-
-def _leaf(x: Tensor) -> Tensor:
-    """A leaf of autograd with the same memory."""
-    leaf = x.data
-    return leaf.requires_grad_() if leaf.is_floating_point() or leaf.is_complex() else leaf
+        passed = output if isinstance(output, tuple) else (output,)
+        if not all(isinstance(value, Tensor) for value in passed):
+            raise ModelError(f"layer {self._layer.name} returned {type(output).__name__}; it must return a tensor")
+        return passed
 
 
 _Place = tuple[dict[str, Tensor], str]

@@ -12,6 +12,7 @@ from ..errors import NeverFreed
 from ..models.layers import LayerModel
 from .arena import Arena, Block
 from .layout import Layouts
+from .passing import Record, Records
 from .shards import ShardLayouts
 from .store import Home, Minibatch
 
@@ -25,6 +26,7 @@ class Places:
         self.buffers: Sequence[Buffer] = schedule.buffers
         self.layouts = layouts
         self.shards = shards
+        self.records = Records(model)
         self._devices = devices
         self._arenas = [
             Arena(gpu, schedule.buffers, cap, partial(devices.gpu_bytes, gpu))
@@ -71,6 +73,12 @@ class Places:
         left = sorted([*self._host, *(number for arena in self._arenas for number in arena.held())])
         if left:
             raise NeverFreed(tuple(str(self.buffers[number]) for number in left))
+
+    def record(self, buffer: Buffer) -> Record:
+        """What lies in a buffer that is cut by samples."""
+        if buffer.kind is TensorKind.DATA:
+            return self.minibatch.record(buffer.layer_first)
+        return self.records.of(buffer)
 
     def clear(self) -> None:
         """Forget all buffers, after a step that was given up."""

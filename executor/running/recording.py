@@ -122,38 +122,54 @@ class SavedTensors:
 
 
 class Recording:
-    """A forward that was recorded: its graph, and the leaves whose gradients backward makes."""
+    """A forward that was recorded: its graph, and the leaves whose gradients backward makes.
+
+    ``x`` and ``outputs`` are those of the tensors that came in and went out that get a gradient.
+    """
 
     def __init__(
-        self, saved: SavedTensors, x: Tensor, output: Tensor, leaves: Mapping[tuple[int, str], Tensor]
+        self,
+        saved: SavedTensors,
+        x: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        leaves: Mapping[tuple[int, str], Tensor],
     ) -> None:
         self._saved, self._x, self._leaves = saved, x, leaves
-        self._like = output.detach().new_empty(0)
-        self._edge: GradientEdge | None = get_gradient_edge(output) if output.requires_grad else None
-        if self._edge is not None:
-            _check_nodes(self._edge.node)
+        self._like = [output.detach().new_empty(0) for output in outputs]
+        self._edges = edges_of(outputs)
+        _check_nodes([edge.node for edge in self._edges if edge is not None])
 
     def backward(
-        self, memory: Memory, output_gradient: Tensor | float, gradients: Mapping[LeafKey, Tensor]
-    ) -> Tensor | None:
+        self, memory: Memory, output_gradient: Sequence[Tensor] | float, gradients: Mapping[LeafKey, Tensor]
+    ) -> list[Tensor | None]:
         """Go back through the graph, with the task's buffers where they are now; adds to ``gradients``, which are named
-        as the leaves are. ``output_gradient``: of the loss, the factor that it counts with. Returns the gradient of x
-        (None if x takes no part, or is of a dtype without gradients)."""
-        if self._edge is None:
-            return None
+        as the leaves are. ``output_gradient``: of the loss, the factor that it counts with. Returns the gradients of x
+        (None for what had no part in the output)."""
         self._saved.memory = memory
-        if not isinstance(output_gradient, Tensor):
-            output_gradient = self._like.new_full((), output_gradient)
-        add_gradients(self._edge, output_gradient, [(self._leaves[key], each) for key, each in gradients.items()])
-        return self._x.grad
+        if isinstance(output_gradient, int | float):
+            output_gradient = [like.new_full((), output_gradient) for like in self._like]
+        add_gradients(self._edges, output_gradient, [(self._leaves[key], each) for key, each in gradients.items()])
+        return [value.grad for value in self._x]
 
 
-def add_gradients(edge: GradientEdge, output_gradient: Tensor, leaves: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Run backward from ``edge``; what belongs to a leaf is added to the tensor that comes with it."""
+def edges_of(outputs: Sequence[Tensor]) -> list[GradientEdge | None]:
+    """Where backward begins for each output; None for one that does without."""
+    return [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+
+
+def add_gradients(
+    edges: Sequence[GradientEdge | None],
+    output_gradients: Sequence[Tensor],
+    leaves: Sequence[tuple[Tensor, Tensor]],
+) -> None:
+    """Run backward from ``edges``; what belongs to a leaf is added to the tensor that comes with it."""
+    begun = [(edge, each) for edge, each in zip(edges, output_gradients, strict=True) if edge is not None]
+    if not begun:
+        return
     for leaf, gradient in leaves:
         leaf.grad = gradient
     try:
-        torch.autograd.backward((edge,), (output_gradient,))
+        torch.autograd.backward([edge for edge, _ in begun], [each for _, each in begun])
     finally:
         for leaf, _ in leaves:
             leaf.grad = None
@@ -167,9 +183,9 @@ def _bytes_before(tensor: Tensor) -> int:
     return int(tensor.storage_offset()) * tensor.element_size()
 
 
-def _check_nodes(root: Node) -> None:
+def _check_nodes(roots: Sequence[Node]) -> None:
     """Raises ModelError for a function that keeps tensors out of the hooks' sight: their memory may be used again."""
-    seen, waiting = {root}, [root]
+    seen, waiting = set(roots), list(roots)
     while waiting:
         node = waiting.pop()
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(list(getattr(node, "__dict__", {}).values()))):

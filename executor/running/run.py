@@ -16,7 +16,6 @@ from sim.timelines.replay import in_sequence
 from sim.timelines.timeline import Timeline, TimelineInfo
 
 from ..devices.facade import DeviceKind, Overruns, open_devices
-from ..models.layers import decompose
 from ..models.workloads import Workload, adam
 from ..reporting import Progress, silent
 from .optimizer import OptimizerFactory
@@ -54,7 +53,7 @@ def run(
     model, DeviceError if the devices are not there, TaskFailed if a task fails.
     """
     _check_memory(schedule, machine)
-    model = decompose(workload.model, workload.loss_fn)
+    model = workload.layers(schedule.plan.minibatch)
     devices = open_devices(device, machine)
     session = Session(schedule, model, optimizer(workload.model.parameters()), devices, seed=seed)
     total = warmup_steps + steps

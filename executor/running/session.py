@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,6 +14,7 @@ from sim.timelines.replay import MemoryChange, StepTimes
 
 from ..devices.facade import Devices, Overruns, Queue
 from ..errors import DeviceError, DifferentModel
+from ..models.inputs import Inputs
 from ..models.layers import LayerModel
 from .calculations import Calculations, StepContext
 from .lanes import LaneRunner, Walked
@@ -68,14 +70,16 @@ class Session:
         """Tasks that took longer than their device should have, so far."""
         return self._devices.overruns
 
-    def step(self, inputs: Tensor, labels: Tensor, *, check_memory: bool = False) -> StepResult:
+    def step(self, inputs: Any, labels: Tensor, *, check_memory: bool = False) -> StepResult:
         """Train on one minibatch: forward, backward and update.
+
+        ``inputs`` are a tensor, a tuple of tensors, or a dictionary of them by the names of the model's arguments.
 
         ``check_memory`` measures what the mathematics of each task takes, which costs some time, and raises
         WorkspaceOverrun (as the cause of TaskFailed) beyond what the schedule reserves. Raises TaskFailed when a task
         fails; the parameters may be updated in part then. Raises NeverFreed if the step leaves buffers behind.
         """
-        self._places.minibatch.load(inputs, labels)
+        self._places.minibatch.load(Inputs.of(inputs), labels)
         context = StepContext(self._steps, check_memory)
         with self._devices.running():
             try:

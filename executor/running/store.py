@@ -16,8 +16,10 @@ from torch import Tensor
 from sim.schedule import Interval, TensorKind
 
 from ..errors import DifferentModel, ModelError
+from ..models.inputs import Inputs
 from ..models.layers import LayerModel
 from .layout import Layouts, SlotKey, typed
+from .passing import Record
 
 Allocate = Callable[[int], Tensor]
 """bytes → uint8 tensor in host memory."""
@@ -120,7 +122,7 @@ def _check_in_host_memory(model: LayerModel) -> None:
 class Minibatch:
     """The data of a step in host memory: inputs (``data`` of layer 0) and labels (of the layer past the last).
 
-    One object serves all steps, each of ``samples`` samples of the same shape and dtype. ``sample_bytes`` says how
+    One object serves all steps, each of ``samples`` samples of the same shapes and dtypes. ``sample_bytes`` says how
     large a sample is to be, by layer; what is not there is never read.
     """
 
@@ -130,41 +132,46 @@ class Minibatch:
         self._sample_bytes = sample_bytes
         self._allocate = allocate
         self._blocks: dict[int, Tensor] = {}
-        self._specs: dict[int, tuple[torch.Size, torch.dtype]] = {}
+        self._records: dict[int, Record] = {}
 
-    def load(self, inputs: Tensor, labels: Tensor) -> None:
+    def load(self, inputs: Inputs, labels: Tensor) -> None:
         """Take in the next step's batch. Raises DifferentModel if its size is not the schedule's, or changes."""
-        for layer, name, tensor in ((0, "inputs", inputs), (self._layers, "labels", labels)):
-            self._load(layer, name, tensor)
+        self._load(0, "inputs", inputs.labelled)
+        self._load(self._layers, "labels", [("labels", labels)])
 
-    def spec(self, layer: int) -> tuple[torch.Size, torch.dtype]:
-        """Shape of one sample, and dtype."""
-        return self._specs[layer]
+    def record(self, layer: int) -> Record:
+        """What a sample consists of."""
+        return self._records[layer]
 
-    def bytes(self, layer: int, samples: Interval) -> Tensor:
+    def pieces(self, layer: int, samples: Interval) -> list[Tensor]:
         """The bytes of some samples."""
-        block = self._blocks[layer]
-        per_sample = len(block) // self.samples
-        return block[samples[0] * per_sample : samples[1] * per_sample]
+        return self._records[layer].pieces(self._blocks[layer], (0, self.samples), samples)
 
-    def _load(self, layer: int, name: str, tensor: Tensor) -> None:
-        if tensor.ndim == 0 or len(tensor) != self.samples:
+    def _load(self, layer: int, what: str, named: Sequence[tuple[str, Tensor]]) -> None:
+        for name, tensor in named:
+            if tensor.ndim == 0 or len(tensor) != self.samples:
+                raise DifferentModel(
+                    f"the {name} have shape {tuple(tensor.shape)}; the schedule is for minibatches of {self.samples} "
+                    "samples, along the first dimension"
+                )
+        tensors = [tensor for _, tensor in named]
+        record, expected = Record.of(tensors), self._sample_bytes.get(layer)
+        if expected is not None and record.sample_bytes != expected:
             raise DifferentModel(
-                f"the {name} have shape {tuple(tensor.shape)}; the schedule is for minibatches of {self.samples} "
-                "samples, along the first dimension"
-            )
-        expected, found = self._sample_bytes.get(layer), tensor.nbytes // self.samples
-        if expected is not None and found != expected:
-            raise DifferentModel(
-                f"the {name} take {found} B a sample ({tensor.dtype} {list(tensor.shape[1:])}), the schedule was made "
+                f"the {what} take {record.sample_bytes} B a sample ({_described(record)}), the schedule was made "
                 f"for {expected} B: profile this model with these batches and plan again"
             )
-        spec = (tensor.shape[1:], tensor.dtype)
         if layer not in self._blocks:
-            self._blocks[layer], self._specs[layer] = self._allocate(tensor.nbytes), spec
-        elif self._specs[layer] != spec:
+            self._blocks[layer] = self._allocate(self.samples * record.sample_bytes)
+            self._records[layer] = record
+        elif self._records[layer] != record:
             raise DifferentModel(
-                f"the {name} have {tensor.dtype} {list(spec[0])} a sample, those of the step before had "
-                f"{self._specs[layer][1]} {list(self._specs[layer][0])}"
+                f"the {what} have {_described(record)} a sample, those of the step before had "
+                f"{_described(self._records[layer])}"
             )
-        typed(self._blocks[layer], tensor.dtype, tensor.shape).copy_(tensor)
+        for target, tensor in zip(record.tensors(self._blocks[layer], self.samples), tensors, strict=True):
+            target.copy_(tensor)
+
+
+def _described(record: Record) -> str:
+    return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in record.specs)

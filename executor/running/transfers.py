@@ -110,9 +110,11 @@ class Transfers:
             yield from self._parts_by_layer(task, buffer, block, in_host)
         elif in_host:
             for number in in_host:
-                yield from _overlap(buffer, block, self._buffers[number], self._bytes(number))
+                yield from self._overlap(buffer, self._buffers[number])
         else:
-            yield block, self._places.minibatch.bytes(buffer.layer_first, _samples(buffer))
+            whole, minibatch = _samples(buffer), self._places.minibatch
+            own = self._places.record(buffer).pieces(block, whole, whole)
+            yield from zip(own, minibatch.pieces(buffer.layer_first, whole), strict=True)
 
     def _parts_by_layer(
         self, task: Task, buffer: Buffer, block: Tensor, in_host: Sequence[int]
@@ -143,6 +145,21 @@ class Transfers:
     def _flat(self, number: int, layer: int, shard: int) -> list[Tensor]:
         return self._places.shards.flat(self._buffers[number], self._bytes(number), layer, shard)
 
+    def _overlap(self, a: Buffer, b: Buffer) -> Iterator[tuple[Tensor, Tensor]]:
+        """The bytes of the samples that both hold."""
+        held_by_a, held_by_b = _samples(a), _samples(b)
+        if held_by_a == held_by_b:
+            yield self._bytes(a.id), self._bytes(b.id)
+            return
+        both = max(held_by_a[0], held_by_b[0]), min(held_by_a[1], held_by_b[1])
+        if both[0] < both[1]:
+            record = self._places.record(a)
+            yield from zip(
+                record.pieces(self._bytes(a.id), held_by_a, both),
+                record.pieces(self._bytes(b.id), held_by_b, both),
+                strict=True,
+            )
+
     def _bytes(self, number: int) -> Tensor:
         return self._places.block(number).bytes
 
@@ -153,21 +170,6 @@ def _in_pieces(block: Tensor, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor
     for piece in pieces:
         yield block[at : at + piece.nbytes], piece
         at += piece.nbytes
-
-
-def _overlap(a: Buffer, a_bytes: Tensor, b: Buffer, b_bytes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The bytes of the samples that both hold."""
-    start, stop = max(_samples(a)[0], _samples(b)[0]), min(_samples(a)[1], _samples(b)[1])
-    if start < stop:
-        yield _cut(a, a_bytes, (start, stop)), _cut(b, b_bytes, (start, stop))
-
-
-def _cut(buffer: Buffer, block: Tensor, samples: Interval) -> Tensor:
-    first, stop = _samples(buffer)
-    if samples == (first, stop):
-        return block
-    per_sample = buffer.bytes // (stop - first)
-    return block[(samples[0] - first) * per_sample : (samples[1] - first) * per_sample]
 
 
 def _shard(buffer: Buffer) -> int:

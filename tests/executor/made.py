@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from executor.models.layers import LayerModel, LossFunction, decompose
+from executor.models.inputs import Inputs
+from executor.models.layers import LayerModel, LossFunction, decompose, takes_gradient
 from sim.hardware.machine import Emulation, Gpu, Host, Link, Machine
 from traces.schema import Layer, Phase, SizeRow, TiedWeight, TimeRow, Trace
 
@@ -30,7 +32,7 @@ def machine(gpus: int = 1, *, memory_bytes: int = 2**30, p2p: bool = True, speed
 
 def trace_of(
     model: LayerModel,
-    batch: Callable[[int], tuple[Tensor, Tensor]],
+    batch: Callable[[int], tuple[Any, Tensor]],
     *,
     state_tensors: int = 2,
     microbatches: Sequence[int] = (1, 2, 3, 4, 8),
@@ -69,7 +71,7 @@ def trace_of(
             microbatch=u,
             input_bytes=u * _sample_bytes(boundaries[index]),
             output_bytes=u * _sample_bytes(boundaries[index + 1]),
-            input_gradient_bytes=u * _sample_bytes(boundaries[index]) if boundaries[index].is_floating_point() else 0,
+            input_gradient_bytes=u * _sample_bytes(takes_gradient(model.layers[index], boundaries[index])),
             saved_bytes=0,
             workspace_bytes=workspace_bytes,
             forward_workspace_bytes=workspace_bytes,
@@ -88,32 +90,36 @@ def trace_of(
         device="cpu",
         dtype="float64",
         optimizer="any",
-        label_bytes_per_sample=_sample_bytes(labels),
+        label_bytes_per_sample=_sample_bytes([labels]),
         layers=tuple(layers),
         times=tuple(times),
         sizes=tuple(sizes),
     )
 
 
-def _boundaries(model: LayerModel, batch: Callable[[int], tuple[Tensor, Tensor]]) -> tuple[list[Tensor], Tensor]:
+def _boundaries(
+    model: LayerModel, batch: Callable[[int], tuple[Any, Tensor]]
+) -> tuple[list[tuple[Tensor, ...]], Tensor]:
     """x(0) … x(L) of one sample, and its label. x(L), the loss, counts as a sample."""
-    x, labels = batch(1)
+    inputs, labels = batch(1)
+    x = Inputs.of(inputs).tensors
     boundaries = [x]
     with torch.no_grad(), torch.random.fork_rng():
         for layer in model.layers[:-1]:
-            x = _without_change(layer.module, x)
+            x = called(copy.deepcopy(layer.module).eval(), x)
             boundaries.append(x)
-        boundaries.append(model.layers[-1].module(x, labels).reshape(1))
+        boundaries.append((model.layers[-1].module(*x, labels).reshape(1),))
     return boundaries, labels
 
 
-def _without_change(module: nn.Module, x: Tensor) -> Tensor:
-    output: Tensor = copy.deepcopy(module).eval()(x)
-    return output
+def called(module: nn.Module, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a layer passes on."""
+    output = module(*x)
+    return output if isinstance(output, tuple) else (output,)
 
 
-def _sample_bytes(tensor: Tensor) -> int:
-    return tensor.nbytes // len(tensor)
+def _sample_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes // len(tensor) for tensor in tensors)
 
 
 def mlp(widths: Sequence[int] = (6, 10, 7, 9, 5), *, seed: int = 0, dropout: float = 0.0) -> nn.Sequential:

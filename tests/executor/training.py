@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from executor.devices.facade import DeviceKind
-from executor.models.layers import decompose
 from executor.models.workloads import Workload, next_token_loss
 from executor.reference import plain_losses
 from executor.running.compute import layer_seed
@@ -106,7 +105,7 @@ def tied_chain() -> Workload:
 
 
 def gpt2(dropout: float = 0.0) -> Workload:
-    """A GPT-2 of six layers, the loss included, whose head shares the embedding's weight."""
+    """A GPT-2 of seven layers, the loss included, whose head shares the embedding's weight."""
     torch.manual_seed(0)
     config = GPT2Config(
         n_layer=3,
@@ -127,6 +126,33 @@ def gpt2(dropout: float = 0.0) -> Workload:
         return text[:, :-1], text[:, 1:]
 
     return Workload("gpt2", GPT2LMHeadModel(config).double(), next_token_loss, batch)
+
+
+class Skips(nn.Module):
+    """Four blocks; what the first makes is added behind the third, and a mask is used by the second and the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Of x [n, 6] and mask [n, 6] (bool), the logits [n, 5]."""
+        first = self.blocks[0](x)
+        second = self.blocks[1](first).masked_fill(mask, 0.5)
+        third = self.blocks[2](second) + first
+        logits: Tensor = self.head(self.blocks[3](third) * mask)
+        return logits
+
+
+def skips() -> Workload:
+    torch.manual_seed(0)
+
+    def batch(samples: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+        x, labels = made.vectors()(samples, seed)
+        return {"x": x, "mask": x > 0.2}, labels
+
+    return Workload("skips", Skips().double(), nn.functional.cross_entropy, batch)
 
 
 # --------------------------------------------------------------------------------------------------------- plans
@@ -210,7 +236,7 @@ def stash_plans(packs: tuple[tuple[Pack, ...], tuple[Pack, ...]], u: int = 3) ->
 
 CHAIN_PACKS = ((0, 1), (2, 3), (4, 4)), ((0, 2), (3, 4), (5, 7))
 CHAIN_STASHES = ((0, 1), (2, 3), (4, 4)), ((0, 0), (1, 2), (3, 3), (4, 4), (5, 7))
-GPT2_PACKS = ((0, 0), (1, 2)), ((0, 1), (2, 2), (3, 5))
+GPT2_PACKS = ((0, 0), (1, 2)), ((0, 1), (2, 2), (3, 6))
 
 
 def name_of(plan: Plan) -> str:
@@ -279,20 +305,21 @@ def train_in_pieces(workload: Workload, cut: Sequence[Sequence[Interval]], steps
     Random layers draw as they do in schedules. Module buffers are those that the first GPU leaves.
     """
     own = copy.deepcopy(workload)
-    model, optimizer = decompose(own.model, own.loss_fn), gradient_step(own.model.parameters())
+    model, optimizer = own.layers(), gradient_step(own.model.parameters())
     losses = []
     for step in range(steps):
-        inputs, labels = own.batch(MINIBATCH, SEED + step)
+        inputs, labels = own.checked_batch(MINIBATCH, SEED + step)
         loss = 0.0
         optimizer.zero_grad()
         for gpu, own_pieces in enumerate(cut):
             buffers = {name: buffer.clone() for name, buffer in own.model.named_buffers()}
             for start, stop in own_pieces:
-                x = inputs[start:stop]
+                x = tuple(tensor[start:stop] for tensor in inputs.tensors)
                 for index, layer in enumerate(model.layers):
                     torch.manual_seed(layer_seed(SEED, step, index, start))
-                    x = layer.module(x, labels[start:stop]) if index == len(model) - 1 else layer.module(x)
-                part = x * (stop - start) / MINIBATCH
+                    own_labels = (labels[start:stop],) if index == len(model) - 1 else ()
+                    x = made.called(layer.module, (*x, *own_labels))
+                part = x[0] * (stop - start) / MINIBATCH
                 torch.autograd.backward(part)
                 loss += float(part.detach())
             if gpu > 0:
@@ -343,8 +370,9 @@ def plainly(make: Make, steps: int = 1, optimizer: OptimizerFactory = gradient_s
 
 def trace_of(workload: Workload, state_tensors: int = 1, **options: Any) -> Trace:
     """See :func:`made.trace_of`."""
-    model = decompose(workload.model, workload.loss_fn)
-    return made.trace_of(model, lambda samples: workload.batch(samples, SEED), state_tensors=state_tensors, **options)
+    return made.trace_of(
+        workload.layers(), lambda samples: workload.batch(samples, SEED), state_tensors=state_tensors, **options
+    )
 
 
 def differences(found: Trained, expected: Trained) -> dict[str, float]:

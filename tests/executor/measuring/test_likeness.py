@@ -6,6 +6,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from executor.measuring.likeness import likeness
+from executor.models.inputs import Inputs
 from executor.models.layers import LayerSpec, decompose
 
 X = torch.zeros(2, 4)
@@ -43,7 +44,7 @@ def hooked() -> nn.Module:
     ],
 )
 def test_layers_made_alike_are(make: Callable[[], nn.Module]):
-    assert likeness(layer(make()), X) == likeness(layer(make()), X)
+    assert likeness(layer(make()), [X]) == likeness(layer(make()), [X])
 
 
 @pytest.mark.parametrize(
@@ -65,17 +66,18 @@ def test_layers_made_alike_are(make: Callable[[], nn.Module]):
     ],
 )
 def test_layers_that_differ_are_not(one: Callable[[], nn.Module], other: Callable[[], nn.Module]):
-    assert likeness(layer(one()), X) != likeness(layer(other()), X)
+    assert likeness(layer(one()), [X]) != likeness(layer(other()), [X])
 
 
 def test_the_input_counts():
-    assert likeness(layer(nn.ReLU()), X) != likeness(layer(nn.ReLU()), X.double())
-    assert likeness(layer(nn.ReLU()), X) != likeness(layer(nn.ReLU()), torch.zeros(2, 5))
+    assert likeness(layer(nn.ReLU()), [X]) != likeness(layer(nn.ReLU()), [X.double()])
+    assert likeness(layer(nn.ReLU()), [X]) != likeness(layer(nn.ReLU()), [torch.zeros(2, 5)])
 
 
 def test_the_blocks_of_a_transformer_are_alike():
     config = GPT2Config(n_layer=3, n_embd=8, n_head=2, vocab_size=256, bos_token_id=None, eos_token_id=None)
-    layers = decompose(GPT2LMHeadModel(config), nn.functional.mse_loss).layers
+    tokens = Inputs.of(torch.zeros(1, 4, dtype=torch.int64))
+    layers = decompose(GPT2LMHeadModel(config), nn.functional.mse_loss, tokens).layers
     x = torch.zeros(2, 4, 8)
-    assert likeness(layers[1], x) == likeness(layers[2], x) == likeness(layers[3], x)
-    assert likeness(layers[0], x) != likeness(layers[1], x)
+    assert likeness(layers[1], [x]) == likeness(layers[2], [x]) == likeness(layers[3], [x])
+    assert likeness(layers[0], [x]) != likeness(layers[1], [x])

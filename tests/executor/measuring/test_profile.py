@@ -10,10 +10,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from executor.errors import ModelError, WorkloadError
 from executor.measuring.bench import layer_tensors
 from executor.measuring.profile import default_microbatches, profile
-from executor.models.layers import decompose
 from executor.models.workloads import Workload, next_token_loss, text_batches
 from executor.running.compute import Chance, GpuModel
 from executor.running.storage import measure_memory
+from tests.executor.training import skips
 from traces.checks import check_trace
 from traces.costs import Costs
 from traces.schema import Phase, SizeRow, TiedWeight, Trace
@@ -116,34 +116,45 @@ class TestSizes:
                 unrecomputed_workspace_bytes=x3,
             )
 
+    def test_what_passes_by_takes_no_memory_of_its_own(self):
+        trace = quick(skips(), 2)
+        sizes = {row.layer: row for row in trace.sizes}
+        vector, mask = 2 * 6 * 8, 2 * 6
+        assert [sizes[layer].input_bytes for layer in (0, 1, 2, 3)] == [vector + mask] * 2 + [2 * vector + mask] + [
+            vector + mask
+        ]
+        assert [sizes[layer].input_gradient_bytes for layer in (0, 1, 2, 3)] == [0, vector, 2 * vector, vector]
+        assert [sizes[layer].relayed_bytes for layer in (0, 1, 2, 3)] == [mask, vector + mask, mask, 0]
+
     def test_integer_inputs_have_no_gradient(self):
         trace = quick(tiny_gpt2(), 2)
         assert trace.sizes[0].input_bytes == 2 * 16 * 8
         assert trace.sizes[0].input_gradient_bytes == 0
         assert trace.label_bytes_per_sample == 16 * 8
 
-    @pytest.mark.parametrize("make", [tiny_gpt2, lambda: tiny_gpt2(0.1), convolutional])
+    @pytest.mark.parametrize("make", [tiny_gpt2, lambda: tiny_gpt2(0.1), convolutional, skips])
     def test_add_up_to_what_any_pack_takes_at_most(self, make: Callable[[], Workload]):
         workload, u = make(), 3
         costs = Costs(quick(workload, u))
-        model = decompose(workload.model, workload.loss_fn)
+        model = workload.layers()
         gpu, last = GpuModel(model), len(model) - 1
         tensors = {layer: layer_tensors(model, layer, CPU) for layer in range(len(model))}
         chance = Chance(torch.default_generator, 0, 0, 0)
-        inputs, labels = workload.batch(u, 0)
-        xs = [inputs]
-        gpu.forward(range(len(model)), [inputs, labels], tensors, chance, lambda _, x: xs.append(x.clone()))
+        inputs, labels = workload.checked_batch(u, 0)
+        xs = [inputs.tensors]
+        every = [*inputs.tensors, labels]
+        gpu.forward(range(len(model)), every, tensors, chance, lambda _, x: xs.append(tuple(map(torch.clone, x))))
         tightest = 0.0
         for first, end in itertools.combinations(range(len(model) + 1), 2):
             run = range(first, end)
-            args = [xs[first], labels] if end > last else [xs[first]]
+            args = [*xs[first], labels] if end > last else xs[first]
             with measure_memory(CPU) as forward:
                 gpu.forward(run, args, tensors, chance, lambda _, x: None)
             assert forward.peak_bytes <= costs.forward_workspace_bytes(first, end - 1, u)
-            gradient = 1.0 if end > last else torch.ones_like(xs[end])
+            gradient = 1.0 if end > last else [torch.ones_like(x) for x in gpu.taking(end - 1, xs[end])]
             with measure_memory(CPU) as backward:
                 result = gpu.backward(run, args, gradient, tensors, chance, first_time=False)
-            scalars = 8 if end > last else 0  # the loss and its gradient
+            scalars = 2 * xs[-1][0].nbytes if end > last else 0  # the loss and its gradient
             planned = costs.backward_workspace_bytes(first, end - 1, u) + scalars
             assert backward.peak_bytes <= planned
             tightest = max(tightest, backward.peak_bytes / planned)
@@ -165,9 +176,9 @@ class TestLayers:
     def test_the_tied_head_belongs_to_the_embedding(self):
         trace = quick(tiny_gpt2(), 1)
         tied = TiedWeight(group="transformer.wte.weight", weight_bytes=4 * 256 * 32)
-        assert [layer.tied for layer in trace.layers] == [(tied,), (), (), (), (tied,), ()]
-        assert trace.layers[4].weight_bytes == 4 * (256 * 32 + 2 * 32)
-        assert trace.layers[4].optimizer_state_bytes == 2 * 4 * 2 * 32
+        assert [layer.tied for layer in trace.layers] == [(tied,), (), (), (), (), (tied,), ()]
+        assert trace.layers[5].weight_bytes == 4 * 256 * 32
+        assert trace.layers[5].optimizer_state_bytes == 0
         assert trace.layers[0].optimizer_state_bytes == 2 * 4 * (256 + 16) * 32
 
     def test_marks_frozen_layers(self):
@@ -197,7 +208,7 @@ class TestTimes:
     def test_every_layer_has_every_phase_at_every_size(self):
         trace = quick(tiny_gpt2(), 1, 2)
         rows = {(row.phase, row.layer, row.microbatch) for row in trace.times}
-        runs = {(phase, layer, u) for phase in (Phase.FORWARD, Phase.BACKWARD) for layer in range(6) for u in (1, 2)}
+        runs = {(phase, layer, u) for phase in (Phase.FORWARD, Phase.BACKWARD) for layer in range(7) for u in (1, 2)}
         updates = {(phase, layer, 0) for phase in (Phase.UPDATE_CPU, Phase.UPDATE_GPU) for layer in range(5)}
         assert rows == runs | updates
         assert len(trace.times) == len(rows)
@@ -289,7 +300,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("layer", "expected"),
         [
-            (Wrong(lambda x: (x, x)), "layer 1 returned tuple"),
+            (Wrong(lambda x: (x, x)), "layer 1 returned 2 tensors; it must return one tensor"),
             (Wrong(lambda x: x.sum()), r"layer 1 \(Wrong\) makes shape \(\) of 3 sample"),
             (Wrong(lambda x: x.t()), r"layer 1 \(Wrong\) makes shape \(4, 3\) of 3 sample"),
             (Wrong(lambda x: x.to_sparse()), r"layer 1 .* layout torch.sparse_coo"),

@@ -3,7 +3,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -36,16 +37,25 @@ class Bench:
 
     def forward(self, layers: range, *inputs: Tensor, first_sample: int = 0, step: int = 0) -> dict[int, Tensor]:
         out: dict[int, Tensor] = {}
-        self.gpu.forward(layers, inputs, self.tensors, chance(step, first_sample), lambda at, x: out.update({at: x}))
+        self.gpu.forward(
+            layers, inputs, self.tensors, chance(step, first_sample), lambda at, x: out.update({at: only(x)})
+        )
         return out
 
     def backward(
         self, layers: range, *inputs: Tensor, gradient: Tensor | float, first_time: bool = False
     ) -> tuple[Tensor | None, Tensor | None]:
-        return self.gpu.backward(layers, inputs, gradient, self.tensors, chance(), first_time=first_time)
+        given = [gradient] if isinstance(gradient, Tensor) else gradient
+        gradients, loss = self.gpu.backward(layers, inputs, given, self.tensors, chance(), first_time=first_time)
+        return only(gradients or [None]), loss
 
     def gradient(self, layer: int, name: str) -> Tensor:
         return self.tensors[layer].gradients[name]
+
+
+def only(values: Sequence[Any]) -> Any:
+    (value,) = values
+    return value
 
 
 def chance(step: int = 0, first_sample: int = 0) -> Chance:
@@ -271,7 +281,7 @@ def test_a_layer_that_returns_no_tensor_is_refused(x: Tensor) -> None:
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return x, x
 
-    with pytest.raises(ModelError, match="layer 0 returned tuple; it must return one tensor"):
+    with pytest.raises(ModelError, match="layer 0 returned 2 tensors; it must return one tensor"):
         Bench(nn.Sequential(Pair())).forward(range(1), x)
 
 

@@ -140,7 +140,7 @@ def test_functions_that_hide_tensors_from_autograd_are_refused() -> None:
     saved = SavedTensors({})
     output: Tensor = _Hoarder.apply(x)  # type: ignore[no-untyped-call]
     with pytest.raises(ModelError, match=r"_Hoarder.* keeps a tensor .*save_for_backward"):
-        Recording(saved, x, output, {})
+        Recording(saved, [x], [output], {})
 
 
 def test_a_trace_says_which_layers_need_their_own_output() -> None:

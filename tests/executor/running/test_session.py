@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from executor.devices.emulated import EmulatedDevices
 from executor.errors import NeverFreed, TaskFailed
-from executor.models.layers import decompose
 from executor.models.workloads import Workload
 from executor.running.session import Session
 from sim.builders import build
@@ -41,7 +40,7 @@ def start(
     machine = made.machine(plan.gpus)
     schedule = changed(build(plan, trace_of(workload, state_tensors=2), machine))
     devices = EmulatedDevices(machine)
-    return Session(schedule, decompose(workload.model, workload.loss_fn), optimizer, devices, seed=SEED)
+    return Session(schedule, workload.layers(), optimizer, devices, seed=SEED)
 
 
 def plain_step(workload: Workload, optimizer: torch.optim.Optimizer, number: int) -> None:

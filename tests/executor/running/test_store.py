@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from executor.errors import DifferentModel, ModelError
+from executor.models.inputs import Inputs
 from executor.models.layers import LayerModel
 from executor.running.layout import layouts
 from executor.running.store import Home, Minibatch
@@ -136,35 +137,45 @@ class TestMinibatch:
     def test_bytes_of_some_samples(self) -> None:
         batch = self.batch()
         inputs, labels = torch.arange(24.0).view(4, 2, 3).transpose(1, 2), torch.arange(4)
-        batch.load(inputs, labels)
-        found = batch.bytes(0, (1, 3)).view(torch.float32).view(2, 3, 2)
-        assert torch.equal(found, inputs[1:3])
-        assert torch.equal(batch.bytes(7, (3, 4)).view(torch.int64), labels[3:])
-        assert batch.spec(0) == ((3, 2), torch.float32)
-        assert batch.spec(7) == ((), torch.int64)
+        batch.load(Inputs.of(inputs), labels)
+        (found,) = batch.pieces(0, (1, 3))
+        assert torch.equal(found.view(torch.float32).view(2, 3, 2), inputs[1:3])
+        (found,) = batch.pieces(7, (3, 4))
+        assert torch.equal(found.view(torch.int64), labels[3:])
+        assert batch.record(0).specs == (((3, 2), torch.float32),)
+        assert batch.record(7).specs == (((), torch.int64),)
+
+    def test_several_tensors_lie_one_after_the_other_the_wider_first(self) -> None:
+        batch = self.batch()
+        mask, tokens = torch.tensor([True, False, True, True]), torch.arange(8).view(4, 2)
+        batch.load(Inputs.of({"mask": mask, "tokens": tokens}), torch.zeros(4))
+        of_tokens, of_mask = batch.pieces(0, (1, 3))
+        assert of_tokens.view(torch.int64).tolist() == [2, 3, 4, 5]
+        assert of_mask.view(torch.bool).tolist() == [False, True]
+        assert batch.record(0).sample_bytes == 17
 
     def test_the_next_batch_takes_the_place_of_the_last(self) -> None:
         batch = self.batch()
-        batch.load(torch.zeros(4, 2), torch.zeros(4))
-        where = batch.bytes(0, (0, 4)).data_ptr()
-        batch.load(torch.ones(4, 2), torch.zeros(4))
-        assert batch.bytes(0, (0, 4)).data_ptr() == where
-        assert batch.bytes(0, (0, 4)).view(torch.float32).sum() == 8
+        batch.load(Inputs.of(torch.zeros(4, 2)), torch.zeros(4))
+        where = batch.pieces(0, (0, 4))[0].data_ptr()
+        batch.load(Inputs.of(torch.ones(4, 2)), torch.zeros(4))
+        assert batch.pieces(0, (0, 4))[0].data_ptr() == where
+        assert batch.pieces(0, (0, 4))[0].view(torch.float32).sum() == 8
 
     def test_of_another_size_it_is_refused(self) -> None:
         with pytest.raises(DifferentModel, match=r"the inputs have shape \(3, 2\); .* minibatches of 4 samples"):
-            self.batch().load(torch.zeros(3, 2), torch.zeros(4))
+            self.batch().load(Inputs.of(torch.zeros(3, 2)), torch.zeros(4))
         with pytest.raises(DifferentModel, match=r"the labels have shape \(\)"):
-            self.batch().load(torch.zeros(4, 2), torch.zeros(()))
+            self.batch().load(Inputs.of(torch.zeros(4, 2)), torch.zeros(()))
 
     def test_of_another_shape_than_before_it_is_refused(self) -> None:
         batch = self.batch()
-        batch.load(torch.zeros(4, 2), torch.zeros(4))
+        batch.load(Inputs.of(torch.zeros(4, 2)), torch.zeros(4))
         with pytest.raises(DifferentModel, match=r"the inputs have torch.float32 \[3\] a sample.*torch.float32 \[2\]"):
-            batch.load(torch.zeros(4, 3), torch.zeros(4))
+            batch.load(Inputs.of(torch.zeros(4, 3)), torch.zeros(4))
 
     def test_of_other_samples_than_scheduled_it_is_refused(self) -> None:
         batch = Minibatch(4, 7, {0: 8, 7: 8}, allocate)
-        batch.load(torch.zeros(4, 2), torch.arange(4))
+        batch.load(Inputs.of(torch.zeros(4, 2)), torch.arange(4))
         with pytest.raises(DifferentModel, match=r"the labels take 4 B a sample \(torch.float32 \[\]\), .* for 8 B"):
-            batch.load(torch.zeros(4, 2), torch.zeros(4))
+            batch.load(Inputs.of(torch.zeros(4, 2)), torch.zeros(4))

@@ -70,7 +70,7 @@ class ValueInfo:
 
 
 @dataclass(frozen=True)
-class Recording:
+class Transcript:
     """A model's forward: ``calls`` in order, whose string targets name modules of the model, and its ``values``.
 
     ``inputs`` and ``output`` number the values that come in and the logits. ``constants`` are tensors that the model
@@ -85,7 +85,7 @@ class Recording:
     constants: dict[str, Tensor]
 
 
-def record(model: nn.Module, units: Sequence[Unit], inputs: Inputs) -> Recording:
+def transcribe(model: nn.Module, units: Sequence[Unit], inputs: Inputs) -> Transcript:
     """Record ``model`` on stand-ins like ``inputs``. The model itself is neither changed nor run.
 
     Raises ModelError with the place for a forward that a recording would not repeat faithfully.
@@ -111,7 +111,7 @@ def record(model: nn.Module, units: Sequence[Unit], inputs: Inputs) -> Recording
         replace(info, shapes=tuple(run.infos[number].shapes[0] for run in runs))
         for number, info in enumerate(first.infos)
     )
-    return Recording(tuple(calls), tuple(first.places), values, first.inputs, first.output, first.constants)
+    return Transcript(tuple(calls), tuple(first.places), values, first.inputs, first.output, first.constants)
 
 
 def _alike(call: Call, other: Call) -> bool:
@@ -156,9 +156,7 @@ def _run(
     with mode, torch.enable_grad():
         stand_ins = _StandIns(model, device)
         run = _Run(model, stand_ins.names)
-        given = inputs.map(
-            lambda tensor: torch.empty((samples, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
-        )
+        given = inputs.map(lambda tensor: torch.empty((samples, *tensor.shape[1:]), dtype=tensor.dtype, device=device))
         run.inputs = tuple(run.new(tensor, None, "the batch") for tensor in given.tensors)
         with _Mode(run) as watching:
             for unit in {id(unit.module): unit for unit in units}.values():
@@ -351,7 +349,7 @@ class _StandIns:
             self.names[id(memo[id(buffer)])] = name
         self.model = copy.deepcopy(model, memo)
         for part in self.model.modules():
-            config = getattr(part, "config", None)
+            config: Any = getattr(part, "config", None)
             if hasattr(config, "use_cache"):
                 config.use_cache = False  # transformers' caches are for generating text, and pass from block to block
 
