@@ -61,10 +61,12 @@ class Reduce(Enum):
 
 
 class StashPlace(Enum):
-    """Where a backward pack's stash waits: out to the host and in again, or on the GPU of its backward."""
+    """Where a backward pack's stash waits: out to the host and in again, or on the GPU of its backward; or nowhere,
+    as layers from the stash before it (or the data) on run forward once more."""
 
     SWAP = "swap"
     KEEP = "keep"
+    RECOMPUTE = "recompute"
 
 
 class Residency(Enum):
@@ -150,6 +152,14 @@ class HarmonyPlan(_PlanBase, frozen=True, tag_field="family", tag="harmony"):
     def stash_places(self) -> dict[int, StashPlace]:
         """Where each stash waits, by the index of its backward pack."""
         return stash_places(self.packs_bwd, self.stash)
+
+    def packs_again(self, index: int) -> range:
+        """Backward packs whose forwards must be repeated to make the input of this one, on its GPU."""
+        places = self.stash_places
+        start = index
+        while places.get(start) is StashPlace.RECOMPUTE:
+            start -= 1
+        return range(start, index)
 
     def _check_stash(self) -> None:
         if StashPlace.KEEP in self.stash_places.values() and self.u_fwd != self.u_bwd:

@@ -48,6 +48,7 @@ class TaskKind(Enum):
     ``BACKWARD`` repeats the forward of its layers first (recompute; for the layers with the loss it is their forward),
     unless the task says otherwise. In two parts, ``BACKWARD_INPUT`` repeats the forward and makes the gradient of the
     layers' input, and ``BACKWARD_WEIGHT`` adds to those of their parameters from the workspace that the first one left.
+    ``RECOMPUTE`` repeats a forward whose output was not kept; it changes no buffers.
     ``REDUCE`` adds the GPUs' gradients in host memory; ``UPDATE`` is on the host (``gpu`` None) or on a GPU.
     ``ALLREDUCE`` adds them over all GPUs, in place. ``REDUCE_SCATTER`` leaves each GPU its shard of the sum, added to
     what was in the shard's buffer if it reads that too. ``ALL_GATHER`` puts the shards that the GPUs have together, on
@@ -58,6 +59,7 @@ class TaskKind(Enum):
     BACKWARD = "backward"
     BACKWARD_INPUT = "backward_input"
     BACKWARD_WEIGHT = "backward_weight"
+    RECOMPUTE = "recompute"
     UPDATE = "update"
     REDUCE = "reduce"
     ALLREDUCE = "allreduce"

@@ -97,7 +97,8 @@ class Calculations:
             for task in schedule.copies(TaskKind.BACKWARD)
             if not task.recompute
         )
-        self._roles = {task.id: self._find_roles(task) for task in schedule.copies(TaskKind.FORWARD, TaskKind.BACKWARD)}
+        passes = schedule.copies(TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.RECOMPUTE)
+        self._roles = {task.id: self._find_roles(task) for task in passes}
         self._users: dict[nn.Parameter, list[tuple[int, SlotKey]]] = {}
         for index, layer in enumerate(model.layers):
             for name, parameter in layer.trainable.items():
@@ -109,8 +110,10 @@ class Calculations:
         self._adopt_state()
 
     def forward(self, task: Task, queue: Queue, context: StepContext) -> None:
-        """Run a pack; write what goes on or is stashed. It is recorded only if its backward does not repeat it."""
+        """Run a pack, for the first time or again; write what goes on or is stashed. It is recorded only if its
+        backward does not repeat it."""
         roles, gpu = self._roles[task.id], _gpu(task)
+        first_time = task.kind is TaskKind.FORWARD
         chance = self._chance(roles, gpu, context)
 
         def emit(layer: int, x: Tensors) -> None:
@@ -131,7 +134,7 @@ class Calculations:
                     roles.layers, inputs, tensors, chance, emit, self._memory(roles)
                 )
             else:
-                self._gpu_models[gpu].forward(roles.layers, inputs, tensors, chance, emit)
+                self._gpu_models[gpu].forward(roles.layers, inputs, tensors, chance, emit, first_time=first_time)
 
         self._run(task, queue, context, work)
 

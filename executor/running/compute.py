@@ -79,15 +79,18 @@ class GpuModel:
         tensors: Mapping[int, LayerTensors],
         chance: Chance,
         emit: Callable[[int, Tensors], None],
+        *,
+        first_time: bool = True,
     ) -> None:
         """Run layers without recording. ``emit(l, x)`` is called with every x(l) that comes out, the loss included.
 
-        ``inputs`` are the tensors of x of the first layer and, if the last one is the loss, the labels.
+        ``inputs`` are the tensors of x of the first layer and, if the last one is the loss, the labels. Only when it is
+        the ``first_time`` that these samples pass the layers do module buffers change.
         """
         with torch.no_grad(), untouched(chance.generator):
             x = self._own_input(layers[0], self._values(layers[0], inputs))
             for layer in layers:
-                x = self._call(layer, (*x, *self._labels(layer, inputs)), tensors, chance, keep_buffers=True)
+                x = self._call(layer, (*x, *self._labels(layer, inputs)), tensors, chance, keep_buffers=first_time)
                 emit(layer + 1, x)
 
     def record(

@@ -94,7 +94,7 @@ class Session:
     def _perform(self, task: Task, queue: Queue, context: StepContext) -> int:
         """Carry out a task; returns the bytes it copied."""
         match task.kind:
-            case TaskKind.FORWARD:
+            case TaskKind.FORWARD | TaskKind.RECOMPUTE:
                 self._calculations.forward(task, queue, context)
             case TaskKind.BACKWARD:
                 self._calculations.backward(task, queue, context)

@@ -94,6 +94,6 @@ def _working_set(costs: Costs, group: Group) -> int:
     first, last = group.pack
     batch = group.pieces[0][1] - group.pieces[0][0]
     held = costs.weight_bytes(first, last) + costs.buffer_bytes(first, last) + costs.input_bytes(first, batch)
-    if group.kind is TaskKind.FORWARD:
+    if group.kind is not TaskKind.BACKWARD:
         return held + costs.forward_workspace_bytes(first, last, batch) + costs.output_bytes(last, batch)
     return held + costs.gradient_bytes(first, last) + costs.backward_workspace_bytes(first, last, batch)

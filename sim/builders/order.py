@@ -61,7 +61,10 @@ def is_data_parallel(plan: HarmonyPlan) -> bool:
 
 
 def place_groups(plan: HarmonyPlan) -> list[Group]:
-    """All groups, forward packs first to last and then backward packs last to first, with their GPUs."""
+    """All groups, forward packs first to last and then backward packs last to first, with their GPUs.
+
+    Just before a backward pack whose stash is not kept come the packs that are repeated for it.
+    """
     forward, backward = list(enumerate(plan.packs_fwd)), list(reversed(list(enumerate(plan.packs_bwd))))
     jobs = [(TaskKind.FORWARD, plan.u_fwd, *item) for item in forward]
     jobs += [(TaskKind.BACKWARD, plan.u_bwd, *item) for item in backward]
@@ -71,9 +74,14 @@ def place_groups(plan: HarmonyPlan) -> list[Group]:
             runs = list(enumerate(shares(plan.minibatch, plan.gpus)))
         else:
             runs = [(plan.gpu_of_turn(position), (0, plan.minibatch))]
-        for gpu, (start, stop) in runs:
-            cut = tuple(pieces(start, stop, size))
-            groups.append(Group(len(groups), kind, pack, pack_index, gpu, cut))
+        parts = [(kind, pack_index, pack)]
+        if kind is TaskKind.BACKWARD:
+            again = plan.packs_again(pack_index)
+            parts = [*((TaskKind.RECOMPUTE, index, plan.packs_bwd[index]) for index in again), *parts]
+        for part_kind, index, part in parts:
+            for gpu, (start, stop) in runs:
+                cut = tuple(pieces(start, stop, size))
+                groups.append(Group(len(groups), part_kind, part, index, gpu, cut))
     return groups
 
 
@@ -125,7 +133,8 @@ def linearize(plan: HarmonyPlan, sequences: Sequence[Sequence[Step]]) -> list[St
     Second parts of backwards are put in where a GPU's next step is not ready, or must not come before them.
 
     A step is ready when the steps that produce its input have ended: the previous pack's forward of its samples, the
-    next pack's backward of its samples, and, for an update, every backward of its pack.
+    next pack's backward of its samples, and, for an update, every backward of its pack. What is repeated has its input
+    once the forward has come so far.
     """
     done = _Progress(plan)
     queues = [_Queue(sequence, plan.split_backward) for sequence in sequences]
@@ -186,6 +195,10 @@ class _Progress:
         if step.kind is TaskKind.FORWARD:
             before = step.group.pack_index - 1
             return before < 0 or self._reached(TaskKind.FORWARD, before, step.gpu, stop)
+        if step.kind is TaskKind.RECOMPUTE:
+            first = step.group.pack[0]
+            maker = next((index for index, (_, last) in enumerate(self._plan.packs_fwd) if first <= last + 1), 0)
+            return first == 0 or self._reached(TaskKind.FORWARD, maker, step.gpu, stop)
         after = step.group.pack_index + 1
         if after < len(self._plan.packs_bwd):
             return self._reached(TaskKind.BACKWARD, after, step.gpu, stop)

@@ -98,7 +98,8 @@ class _Walk:
         self.draft = Draft()
         self.needs = Needs(plan, costs)
         self.gradients = GradientPath(plan, costs, self.needs, self.draft, update_order)
-        self.stashes = {plan.packs_bwd[index][0]: place for index, place in plan.stash_places.items()}
+        places = {plan.packs_bwd[index][0]: place for index, place in plan.stash_places.items()}
+        self.stashes = {layer: place for layer, place in places.items() if place is not StashPlace.RECOMPUTE}
         self.slots = plan.slots or max(-(-plan.minibatch // plan.u_fwd), -(-plan.minibatch // plan.u_bwd))
         self.by_gpu: list[list[Step]] = [[] for _ in range(plan.gpus)]
         for step in steps:
@@ -107,6 +108,7 @@ class _Walk:
         self.current = [own[0].group if own else None for own in self.by_gpu]
         self.weights: dict[int, _Weights] = {}
         self.arrived: dict[tuple[int, Need], int] = {}  # on a GPU, not yet consumed
+        self.kept: dict[Need, int] = {}  # stashes on the GPUs of their backwards
         self.received: list[set[int]] = [set() for _ in range(plan.gpus)]  # of those, what other GPUs sent
         self.host: dict[tuple[TensorKind, int], _HostTensor] = {}
         self.buffers_read, self.buffers_written = _HomeCopies(), _HomeCopies()
@@ -130,6 +132,8 @@ class _Walk:
                     self._backward_input(step)
                 case TaskKind.BACKWARD_WEIGHT:
                     self._backward_weight(step)
+                case TaskKind.RECOMPUTE:
+                    self._recompute(step)
                 case _:
                     self._update_on_gpu(step)
             self.position[step.gpu] += 1
@@ -193,6 +197,11 @@ class _Walk:
         """Make sure the tensor is on its way to the step's GPU; False if the host does not have it yet."""
         if (step.gpu, need) in self.arrived:
             return True
+        if need in self.kept:
+            self.arrived[step.gpu, need] = self._copy_to(step.gpu, need, self.kept[need], step.microbatch)
+            return True
+        if need.kind is TensorKind.STASH and need.run[0] not in self.stashes:
+            return False  # it is to be made again, even where the host has it as a boundary activation
         sources: list[int] | None = []
         after: list[int] | None = []
         if need.at_boundary:
@@ -263,6 +272,16 @@ class _Walk:
                 self._keep(step, need, buffer)
         if self._is_last(step):
             self._buffers_out(step.group)
+
+    def _recompute(self, step: Step) -> None:
+        """Repeat a forward. What comes out stays for the next step that takes it, on this GPU."""
+        first, last = step.group.pack
+        made = Need(TensorKind.STASH, (last + 1, last + 1), step.samples)
+        output = self._output(step, made) if self.needs.bytes(made) else None
+        workspace = self.costs.forward_workspace_bytes(first, last, _batch(step))
+        self._compute(step, self._take_inputs(step), [] if output is None else [output], workspace)
+        if output is not None:
+            self.arrived[step.gpu, made] = output
 
     def _backward(self, step: Step) -> None:
         gradient = self.gradients.buffer(step.group)
@@ -359,22 +378,25 @@ class _Walk:
         return gpu if len(self.received[gpu]) < self.slots else None
 
     def _keep(self, step: Step, need: Need, buffer: int) -> None:
-        """Leave a stash on the GPU of its backward; if that is another one, it waits there, too."""
+        """Leave a stash on the GPU of its backward; if that is another one, it goes there now."""
         gpu = step.gpu
         if not is_data_parallel(self.plan):
             gpu = self.runner[TaskKind.BACKWARD, self.backward_from[need.run[0]]]
-        self.arrived[gpu, need] = buffer if gpu == step.gpu else self._copy_away(step, need, buffer, gpu)
+        self.kept[need] = self._copy_to(gpu, need, buffer, step.microbatch)
 
     def _send(self, step: Step, need: Need, buffer: int, receiver: int | None) -> None:
-        target = self._copy_away(step, need, buffer, receiver)
+        target = self._copy_to(receiver, need, buffer, step.microbatch)
         if receiver is not None:
             self.arrived[receiver, need] = target
             self.received[receiver].add(target)
         elif need.samples is not None:
             self._host_tensor(need).pieces.append((need.samples, target))
 
-    def _copy_away(self, step: Step, need: Need, buffer: int, receiver: int | None) -> int:
-        """Copy an output to another GPU (None: to the host); the buffer there."""
+    def _copy_to(self, receiver: int | None, need: Need, buffer: int, microbatch: int) -> int:
+        """Copy x(l) or g(l) from its GPU to another one (None: to the host), if it is not there; the buffer there."""
+        source = self.draft.buffers[buffer].gpu
+        if source == receiver:
+            return buffer
         if receiver is None:
             lane, kind, gpu = Lane.SWAP_OUT, TaskKind.SWAP_OUT, None
         else:
@@ -382,7 +404,7 @@ class _Walk:
         size = self.draft.buffers[buffer].bytes
         target = self.draft.buffer(gpu, need.kind, need.run, size, need.samples)
         self.draft.add(
-            kind, (step.gpu, lane), need.run, samples=need.samples, microbatch=step.microbatch, tensor_kind=need.kind,
+            kind, (source, lane), need.run, samples=need.samples, microbatch=microbatch, tensor_kind=need.kind,
             size=size, peer=receiver, reads=[buffer], writes=[target],
             group=None if receiver is None else self._group_on(receiver),
         )  # fmt: skip

@@ -261,8 +261,8 @@ class PlanOptions:
         Any,
         _choice(
             "--stash",
-            "Where the inputs of backward packs wait: swap or keep (on the GPU); or a list, one for each backward pack "
-            "but the first and the last; default swap",
+            "Where the inputs of backward packs wait: swap, keep (on the GPU) or recompute (nowhere); or a list, one "
+            "for each backward pack but the first and the last; default swap",
             metavar="PLACES",
             parser=stash,
         ),

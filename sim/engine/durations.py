@@ -64,7 +64,7 @@ class CostDurations:
         speed = self._host_speed if task.gpu is None else self._speeds[task.gpu]
         duration: float
         match task.kind:
-            case TaskKind.FORWARD:
+            case TaskKind.FORWARD | TaskKind.RECOMPUTE:
                 duration = costs.forward_ns(first, last, task.batch_size)
             case TaskKind.BACKWARD:
                 duration = costs.backward_ns(first, last, task.batch_size) + recompute_ns(task, costs)
@@ -106,7 +106,7 @@ def used_durations(tasks: Iterable[Task]) -> set[tuple[Phase, int]]:
     used: set[tuple[Phase, int]] = set()
     for task in tasks:
         match task.kind:
-            case TaskKind.FORWARD:
+            case TaskKind.FORWARD | TaskKind.RECOMPUTE:
                 used.add((Phase.FORWARD, task.batch_size))
             case TaskKind.BACKWARD:
                 used |= {(Phase.FORWARD, task.batch_size), (Phase.BACKWARD, task.batch_size)}

@@ -76,7 +76,7 @@ def _earliest(jobs: list[Job]) -> tuple[list[list[_Times]], float]:
         now = []
         for work, previous in zip(job.works, before, strict=True):
             arrived = lane_in.get(work.gpu, 0.0)
-            start = max(compute.get(work.gpu, 0.0), arrived + work.in_first_ns)
+            start = max(compute.get(work.gpu, 0.0) + work.again_ns, arrived + work.in_first_ns)
             last_end = arrived + work.in_ns + work.last_ns
             if previous is not None:
                 start = max(start, previous.first_end + work.hop_first_ns)
@@ -118,7 +118,7 @@ def _add_rests(jobs: list[Job], times: list[list[_Times]]) -> None:
             if consumers:
                 consumer, consumer_times = consumers[at]
                 own.rest = max(own.rest, consumer.hop_last_ns + consumer.last_ns + consumer_times.rest)
-            started[work.gpu] = work.compute_ns + max(after, own.rest - work.late_ns)
+            started[work.gpu] = work.again_ns + work.compute_ns + max(after, own.rest - work.late_ns)
         following |= started
         consumers = list(zip(job.works, own_times, strict=True))
 

@@ -74,6 +74,7 @@ class Expectations:
             start = max(lane.end, lane.start + lane.inputs_ns + work.state_ns)
         else:
             start = lane.end + lane.home_ns + work.in_first_ns
+        start += work.again_ns
         end = start
         if before is not None:
             start = max(start, before[0] + work.hop_first_ns)

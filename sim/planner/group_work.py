@@ -32,6 +32,7 @@ class Work:
     """A group. Before its first microbatch starts, ``in_first_ns`` of the GPU's swap-in lane are over (``state_ns`` for
     weights and buffers), before its last one ``in_ns``; ``out_ns`` leave from the end of its first microbatch on.
     ``held_bytes`` (with ``state_bytes`` of weights and buffers) are what it cannot do without while it computes.
+    Forwards that are repeated to make its input are a part of the group: they compute for ``again_ns`` before it.
 
     A *hop* lies between the end of a microbatch in the group before and the start of the same samples here: of the
     first samples, and of the last. Bytes come in from the host, go out to it, and cross from GPU ``source`` (None:
@@ -53,6 +54,7 @@ class Work:
     held_bytes: int
     late_ns: float = 0.0
     late_least_ns: float = 0.0
+    again_ns: float = 0.0
     out_ns: float = 0.0
     out_bytes: int = 0
     hop_first_ns: float = 0.0
@@ -105,7 +107,8 @@ class _Place(NamedTuple):
     """All that the work of a pack's groups depends on, but for what leaves a forward pack.
 
     ``gpu`` None: on all GPUs. ``through_host``: what comes from the pack before goes that way for certain. ``stash``:
-    where its stash waits, if it has one.
+    where its stash waits, if it has one. ``again`` are repeated for it, from the stash that waits at ``again_from``
+    (None: from the data).
     """
 
     backward: bool
@@ -117,6 +120,8 @@ class _Place(NamedTuple):
     through_host: bool
     stash: StashPlace | None
     split: int
+    again: tuple[Pack, ...]
+    again_from: StashPlace | None
     u_before: int | None
     gpu_before: int | None
 
@@ -192,10 +197,24 @@ class _Maker:
             fused = is_backward and index == len(plan.packs_bwd) - 1
             recut = fused and plan.u_fwd != plan.u_bwd
             owner = plan.gpu_of_turn(index) if gpu is None else gpu
-            stash = plan.stash_places.get(index) if is_backward else None
             through_host = self._parallel or recut
             apart = plan.split_backward if is_backward and pack in split else 0
-            yield _Place(is_backward, fused, pack, u, gpu, owner, through_host, stash, apart, u_before, gpu_before)
+            again = plan.packs_again(index) if is_backward else range(0)
+            yield _Place(
+                backward=is_backward,
+                fused=fused,
+                pack=pack,
+                u=u,
+                gpu=gpu,
+                owner=owner,
+                through_host=through_host,
+                stash=plan.stash_places.get(index) if is_backward else None,
+                split=apart,
+                again=tuple(plan.packs_bwd[each] for each in again),
+                again_from=plan.stash_places.get(again.start) if again else None,
+                u_before=u_before,
+                gpu_before=gpu_before,
+            )
             u_before, gpu_before = u, gpu
 
     def _job(self, place: _Place, leaving: tuple[int, ...]) -> Job:
@@ -213,7 +232,7 @@ class _Maker:
         state_ns = sum(map(into.ns, state))
         boundary = self._boundary(place)
         is_first = place.u_before is None
-        come = [] if place.stash is StashPlace.KEEP else self._other_inputs(place)
+        come = self._other_inputs(place) if place.stash in (None, StashPlace.SWAP) else []
         if is_first or place.through_host:
             come = [*come, boundary]
         speed = self._machine.gpus[gpu].speed
@@ -250,7 +269,25 @@ class _Maker:
         work.out_bytes = sum(map(batches.total_bytes, outs))
         if not is_first:
             self._add_hop(work, place, boundary, batches)
+        if place.again:
+            self._add_again(work, place, batches)
         return work
+
+    def _add_again(self, work: Work, place: _Place, batches: Batches) -> None:
+        """What it takes to repeat the forwards of some packs."""
+        costs, into, speed = self._costs, self._ways.into[work.gpu], self._machine.gpus[work.gpu].speed
+        state = [size(*pack) for pack in place.again for size in (costs.weight_bytes, costs.buffer_bytes)]
+        source = partial(costs.input_bytes, place.again[0][0])
+        come = [] if place.again_from is StashPlace.KEEP else [source]
+
+        def compute_ns(u: int) -> int:
+            return sum(math.floor(costs.forward_ns(*pack, u) / speed) for pack in place.again)
+
+        in_ns = sum(map(into.ns, state)) + batches.total(lambda u: sum(into.ns(size(u)) for size in come))
+        work.again_ns = batches.total(compute_ns)
+        work.in_first_ns += in_ns
+        work.in_ns += in_ns
+        work.in_bytes += sum(state) + sum(map(batches.total_bytes, come))
 
     def _working_bytes(self, place: _Place, u: int) -> int:
         """What one microbatch needs besides weights and buffers."""

@@ -51,7 +51,7 @@ LINK = "link:"
 """How causes that name a link begin."""
 
 _RANKS = {Reason.LANE: 0, Reason.DATA: 1, Reason.MEMORY: 2}
-_WORK = {TaskKind.UPDATE: Cause.UPDATE, TaskKind.REDUCE: Cause.REDUCE}
+_WORK = {TaskKind.RECOMPUTE: Cause.RECOMPUTE, TaskKind.UPDATE: Cause.UPDATE, TaskKind.REDUCE: Cause.REDUCE}
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):

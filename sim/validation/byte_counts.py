@@ -65,7 +65,7 @@ def _workspace_faults(schedule: Schedule, task: Task, costs: Costs) -> Iterator[
     """A forward or backward must hold its layers' peak as workspace; it may hold more."""
     first, last, u = task.layer_first, task.layer_last, task.batch_size
     match task.kind:
-        case TaskKind.FORWARD:
+        case TaskKind.FORWARD | TaskKind.RECOMPUTE:
             needed = costs.forward_workspace_bytes(first, last, u)
         case TaskKind.BACKWARD if not task.recompute:
             needed = costs.unrecomputed_workspace_bytes(first, u)

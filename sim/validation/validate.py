@@ -122,7 +122,13 @@ def _device_faults(task: Task, gpus: int) -> Iterator[str]:
 
 def _lane_of(task: Task) -> Lane:
     match task.kind:
-        case TaskKind.FORWARD | TaskKind.BACKWARD | TaskKind.BACKWARD_INPUT | TaskKind.BACKWARD_WEIGHT:
+        case (
+            TaskKind.FORWARD
+            | TaskKind.BACKWARD
+            | TaskKind.BACKWARD_INPUT
+            | TaskKind.BACKWARD_WEIGHT
+            | TaskKind.RECOMPUTE
+        ):
             return Lane.COMPUTE
         case TaskKind.UPDATE:
             return Lane.UPDATE if task.gpu is None else Lane.COMPUTE
@@ -140,7 +146,7 @@ def _lane_of(task: Task) -> Lane:
 
 def _extent_faults(task: Task, layers: int, minibatch: int) -> Iterator[str]:
     computes = task.kind in (
-        TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT,
+        TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT, TaskKind.RECOMPUTE,
     )  # fmt: skip
     last = layers if task.kind.is_copy else layers - 1  # labels, which only copies name, are x(layers)
     if not 0 <= task.layer_first <= task.layer_last <= last:

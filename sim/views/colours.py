@@ -1,7 +1,7 @@
 """One colour per task kind and per tensor kind, the same in every picture; told apart by colour-blind eyes too.
 
-Task kinds use the palette of Okabe and Ito (2008), tensor kinds Paul Tol's "muted" scheme. The parts of a backward
-are darker and lighter than a whole one, the halves of an all-reduce darker than that.
+Task kinds use the palette of Okabe and Ito (2008) and grey, tensor kinds Paul Tol's "muted" scheme. The parts of a
+backward are darker and lighter than a whole one, the halves of an all-reduce darker than that.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ TASK_COLOURS: dict[TaskKind, str] = {
     TaskKind.BACKWARD: "#0072B2",
     TaskKind.BACKWARD_INPUT: "#004D7A",
     TaskKind.BACKWARD_WEIGHT: "#7FB8DA",
+    TaskKind.RECOMPUTE: "#999999",
     TaskKind.UPDATE: "#009E73",
     TaskKind.REDUCE: "#000000",
     TaskKind.ALLREDUCE: "#F0E442",

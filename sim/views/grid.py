@@ -20,6 +20,7 @@ _LETTERS = {
     TaskKind.BACKWARD: "B",
     TaskKind.BACKWARD_INPUT: "BI",
     TaskKind.BACKWARD_WEIGHT: "BW",
+    TaskKind.RECOMPUTE: "f",
     TaskKind.UPDATE: "U",
     TaskKind.REDUCE: "R",
     TaskKind.ALLREDUCE: "A",
@@ -39,9 +40,9 @@ _TENSORS = {
 }
 _EMPTY = "."
 LEGEND = (
-    "F forward, B backward (BI, BW: its parts for inputs and weights), U update, R reduce, A all-reduce,\n"
-    "RS reduce-scatter, AG all-gather; copies: w weight, b buffer, dw gradient, k optimizer state, s stash,\n"
-    "x activation, g its gradient, d data; then layers, .microbatch, >to or <from"
+    "F forward, f the same repeated, B backward (BI, BW: its parts for inputs and weights), U update, R reduce,\n"
+    "A all-reduce, RS reduce-scatter, AG all-gather; copies: w weight, b buffer, dw gradient, k optimizer state,\n"
+    "s stash, x activation, g its gradient, d data; then layers, .microbatch, >to or <from"
 )
 
 

@@ -230,7 +230,11 @@ def stash_plans(packs: tuple[tuple[Pack, ...], tuple[Pack, ...]], u: int = 3) ->
             (Policy.HARMONY_PP, 2),
             (Policy.HARMONY_PP, 3),
         )
-        for update, stash in ((UpdateOn.CPU, StashPlace.KEEP), (UpdateOn.GPU, mixed))
+        for update, stash in (
+            (UpdateOn.CPU, StashPlace.KEEP),
+            (UpdateOn.GPU, StashPlace.RECOMPUTE),
+            (UpdateOn.GPU, mixed),
+        )
     ]
 
 

@@ -63,6 +63,14 @@ class Letters:
         self.labels = costs.label_bytes(1) * plan.minibatch
         self.b_changed = sum(layer.buffer_bytes for layer in costs.trace.layers if layer.changes_buffers)
 
+    def weights(self, layers: Iterable[int]) -> int:
+        """Bytes of the layers' weights, as often as they occur."""
+        return sum(self.costs.weight_bytes(layer, layer) for layer in layers)
+
+    def buffers(self, layers: Iterable[int]) -> int:
+        """Bytes of the layers' module buffers, as often as they occur."""
+        return sum(self.costs.buffer_bytes(layer, layer) for layer in layers)
+
     def x(self, layer: int) -> int:
         """x(layer) over the whole minibatch."""
         return self.costs.input_bytes(layer, 1) * self.plan.minibatch
@@ -84,12 +92,40 @@ def _stashed(plan: HarmonyPlan, place: StashPlace) -> list[int]:
 def _crosses(plan: HarmonyPlan, layer: int) -> bool:
     """Whether a pipeline makes the stash x(layer) on another GPU than that of its backward pack."""
     made = next(index for index, (first, last) in enumerate(plan.packs_fwd) if first < layer <= last + 1)
-    taken = next(index for index, (first, _) in enumerate(reversed(plan.packs_bwd)) if first == layer)
-    return made % plan.gpus != (len(plan.packs_fwd) + taken) % plan.gpus
+    return plan.gpu_of_turn(made) != _backward_gpu(plan, layer)
+
+
+def _backward_gpu(plan: HarmonyPlan, first: int) -> int:
+    """GPU of a pipeline's backward pack, by its first layer."""
+    return plan.gpu_of_turn(len(plan.packs_fwd) + _firsts(reversed(plan.packs_bwd)).index(first))
+
+
+class _Again(NamedTuple):
+    """What is repeated because stashes are not kept: layers, over and over, and the inputs to begin from.
+
+    ``swapped`` inputs come from the host, ``crossing`` ones wait on another GPU; both are layers, 0 for the data.
+    """
+
+    layers: list[int]
+    swapped: list[int]
+    crossing: list[int]
+
+
+def _again(plan: HarmonyPlan) -> _Again:
+    again = _Again([], [], [])
+    have = {0: StashPlace.SWAP} | {plan.packs_bwd[index][0]: place for index, place in plan.stash_places.items()}
+    for layer in _stashed(plan, StashPlace.RECOMPUTE):
+        start = max(at for at, place in have.items() if at < layer and place is not StashPlace.RECOMPUTE)
+        again.layers.extend(range(start, layer))
+        if have[start] is StashPlace.SWAP:
+            again.swapped.append(start)
+        elif _backward_gpu(plan, start) != _backward_gpu(plan, layer):
+            again.crossing.append(start)
+    return again
 
 
 def _data_parallel(plan: HarmonyPlan, s: Letters) -> Moved:
-    fused = plan.packs_bwd[-1]
+    fused, again = plan.packs_bwd[-1], _again(plan)
     forward_firsts, stash_points = _firsts(plan.packs_fwd[1:]), _stashed(plan, StashPlace.SWAP)
     boundaries = sum(map(s.x, [*forward_firsts, fused[0]]))
     gradients = sum(map(s.g, _firsts(plan.packs_bwd[1:])))
@@ -100,12 +136,12 @@ def _data_parallel(plan: HarmonyPlan, s: Letters) -> Moved:
     return {
         TaskKind.SWAP_IN: Counter(
             {
-                TensorKind.WEIGHT: plan.gpus * (2 * s.w - s.costs.weight_bytes(*fused)),
-                TensorKind.BUFFER: plan.gpus * (2 * s.b - s.costs.buffer_bytes(*fused)),
+                TensorKind.WEIGHT: plan.gpus * (2 * s.w - s.costs.weight_bytes(*fused) + s.weights(again.layers)),
+                TensorKind.BUFFER: plan.gpus * (2 * s.b - s.costs.buffer_bytes(*fused) + s.buffers(again.layers)),
                 TensorKind.GRADIENT: s.dw if on_gpu and by_host else 0,
                 TensorKind.OPTIMIZER_STATE: s.k if on_gpu else 0,
-                TensorKind.STASH: sum(map(s.x, stash_points)),
-                TensorKind.DATA: 2 * s.x(0) + s.labels,
+                TensorKind.STASH: sum(map(s.x, [*stash_points, *filter(None, again.swapped)])),
+                TensorKind.DATA: (2 + again.swapped.count(0)) * s.x(0) + s.labels,
                 **both_ways,
             }
         ),
@@ -124,19 +160,20 @@ def _data_parallel(plan: HarmonyPlan, s: Letters) -> Moved:
 
 
 def _pipeline(plan: HarmonyPlan, s: Letters) -> Moved:
-    fused = plan.packs_bwd[-1]
+    fused, again = plan.packs_bwd[-1], _again(plan)
     stash = sum(map(s.x, _stashed(plan, StashPlace.SWAP)))
+    crossing = [layer for layer in _stashed(plan, StashPlace.KEEP) if _crosses(plan, layer)]
     through_host = s.x(fused[0]) if plan.u_fwd != plan.u_bwd else 0
     on_gpu = plan.update is UpdateOn.GPU
     return {
         TaskKind.SWAP_IN: Counter(
             {
-                TensorKind.WEIGHT: 2 * s.w - s.costs.weight_bytes(*fused),
-                TensorKind.BUFFER: 2 * s.b - s.costs.buffer_bytes(*fused),
+                TensorKind.WEIGHT: 2 * s.w - s.costs.weight_bytes(*fused) + s.weights(again.layers),
+                TensorKind.BUFFER: 2 * s.b - s.costs.buffer_bytes(*fused) + s.buffers(again.layers),
                 TensorKind.OPTIMIZER_STATE: s.k if on_gpu else 0,
-                TensorKind.STASH: stash,
+                TensorKind.STASH: stash + sum(map(s.x, filter(None, again.swapped))),
                 TensorKind.ACTIVATION: through_host,
-                TensorKind.DATA: 2 * s.x(0) + s.labels,
+                TensorKind.DATA: (2 + again.swapped.count(0)) * s.x(0) + s.labels,
             }
         ),
         TaskKind.SWAP_OUT: Counter(
@@ -153,7 +190,7 @@ def _pipeline(plan: HarmonyPlan, s: Letters) -> Moved:
             {
                 TensorKind.ACTIVATION: sum(map(s.x, [*_firsts(plan.packs_fwd[1:]), fused[0]])) - through_host,
                 TensorKind.ACTIVATION_GRADIENT: sum(map(s.g, _firsts(plan.packs_bwd[1:]))),
-                TensorKind.STASH: sum(s.x(layer) for layer in _stashed(plan, StashPlace.KEEP) if _crosses(plan, layer)),
+                TensorKind.STASH: sum(map(s.x, [*crossing, *again.crossing])),
             }
         ),
         **_collectives(None, 0),

@@ -60,12 +60,21 @@ def test_a_step_moves_what_the_closed_forms_say(packing, update, reduce, sizes, 
 @pytest.mark.parametrize("gpus", [1, 2, 3])
 @pytest.mark.parametrize("policy", [Policy.HARMONY_DP, Policy.HARMONY_PP])
 @pytest.mark.parametrize("packing", range(len(PACKINGS)))
-@pytest.mark.parametrize("places", [(StashPlace.KEEP,), (StashPlace.SWAP, StashPlace.KEEP)])
-def test_stashes_that_stay_on_gpus_are_not_swapped(places, packing, policy, gpus):
+@pytest.mark.parametrize(
+    "places",
+    [
+        (StashPlace.KEEP,),
+        (StashPlace.RECOMPUTE,),
+        (StashPlace.SWAP, StashPlace.KEEP, StashPlace.RECOMPUTE, StashPlace.RECOMPUTE),
+        (StashPlace.RECOMPUTE, StashPlace.SWAP, StashPlace.RECOMPUTE, StashPlace.KEEP),
+    ],
+)
+def test_stashes_may_stay_on_gpus_or_be_made_again(places, packing, policy, gpus):
     costs = costs_of(1)
     forward, backward = PACKINGS[packing]
     plan = HarmonyPlan(
-        policy=policy, minibatch=8, gpus=gpus, u_fwd=3, u_bwd=3, packs_fwd=forward, packs_bwd=backward,
+        policy=policy, minibatch=8, gpus=gpus, u_fwd=3 if StashPlace.KEEP in places else 4, u_bwd=3,
+        packs_fwd=forward, packs_bwd=backward,
         stash=tuple(islice(cycle(places), max(0, len(backward) - 2))),
     )  # fmt: skip
     schedule = build_from_costs(plan, costs, machine(gpus))

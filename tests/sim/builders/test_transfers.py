@@ -202,3 +202,38 @@ def test_a_stash_can_be_kept_only_as_the_forward_cut_it():
 def test_there_is_a_place_for_each_stash():
     with pytest.raises(PlanError, match="1 places for 2 stashes"):
         plan(stash=(StashPlace.KEEP,), **SEVEN)
+
+
+def test_a_stash_that_is_not_kept_is_made_again_from_the_one_before_it():
+    stash = (StashPlace.SWAP, StashPlace.RECOMPUTE)
+    fields = SEVEN | {"policy": Policy.HARMONY_DP, "minibatch": 8, "stash": stash}
+    schedule = build(plan(**fields), uniform_trace(7), machine(2))
+    assert lane(schedule, 0, Lane.COMPUTE)[4:] == [
+        "backward 5-6.0", "backward 5-6.1", "recompute 1-2.0", "recompute 1-2.1", "backward 3-4.0", "backward 3-4.1",
+        "backward 1-2.0", "backward 1-2.1", "backward 0-0.0", "backward 0-0.1",
+    ]  # fmt: skip
+    # x(1) comes in twice: for the layers that are repeated, and for the backward of its own pack.
+    assert [name for name in lane(schedule, 0, Lane.SWAP_IN) if "stash" in name] == ["stash 1-1.0", "stash 1-1.1"] * 2
+    assert [name for name in lane(schedule, 0, Lane.SWAP_OUT) if "stash" in name] == ["stash 1-1.0", "stash 1-1.1"]
+
+
+def test_without_any_stash_all_layers_before_a_pack_are_repeated_pack_by_pack():
+    schedule = build(
+        plan(gpus=1, policy=Policy.HARMONY_DP, minibatch=2, stash=StashPlace.RECOMPUTE, **SEVEN),
+        uniform_trace(7), machine(1),
+    )  # fmt: skip
+    assert [name.removesuffix(".0") for name in lane(schedule, 0, Lane.COMPUTE)] == [
+        "forward 0-1", "forward 2-4", "backward 5-6", "recompute 0-0", "recompute 1-2", "backward 3-4", "recompute 0-0",
+        "backward 1-2", "backward 0-0",
+    ]  # fmt: skip
+
+
+def test_a_pipeline_repeats_layers_on_the_gpu_of_the_backward_that_needs_them():
+    """The forward is on GPU 0, backward packs are on GPUs 1, 0, 1, 0, the last one first; x(1) is kept on GPU 1."""
+    fields = SEVEN | {"packs_fwd": ((0, 4),), "stash": (StashPlace.KEEP, StashPlace.RECOMPUTE)}
+    schedule = build(plan(**fields), uniform_trace(7), machine(2))
+    assert [name for name in lane(schedule, 0, Lane.COMPUTE) if "recompute" in name] == [
+        "recompute 1-2.0", "recompute 1-2.1",
+    ]  # fmt: skip
+    back_to_it = [name for name in lane(schedule, 1, Lane.P2P_OUT) if "stash" in name]
+    assert back_to_it == ["stash 1-1.0", "stash 1-1.1"]
