@@ -185,7 +185,7 @@ class _Enumeration:
                 self._slots(),
                 self._space.gpu_order or (None,),
                 self._space.overlap_steps or (False,),
-                self._space.stash,
+                self._space.stash or (StashPlace.SWAP,),
                 splits,
             )
             for options in map(_Options._make, choices):

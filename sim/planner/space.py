@@ -35,7 +35,7 @@ class Space:
     reduce: tuple[Reduce, ...] = (Reduce.RING,)
     slots: tuple[int | None, ...] | None = None
     prefetch: tuple[bool, ...] = (True,)
-    stash: tuple[StashPlace | tuple[StashPlace, ...], ...] = (StashPlace.SWAP,)
+    stash: tuple[StashPlace | tuple[StashPlace, ...], ...] | None = None
     gpu_order: tuple[tuple[int, ...] | None, ...] | None = None
     split_backward: tuple[int, ...] | None = None
     overlap_steps: tuple[bool, ...] | None = None

@@ -17,7 +17,7 @@ from ..builders.order import split_packs
 from ..errors import PlanError
 from ..hardware.machine import Machine
 from ..hardware.switches import cross_order
-from ..plan import HarmonyPlan, Plan, fields_of, pieces
+from ..plan import HarmonyPlan, Plan, StashPlace, fields_of, pieces
 from .space import Space
 
 _Values = Callable[[HarmonyPlan, Costs, Machine], Iterable[Any]]
@@ -46,7 +46,23 @@ def _overlaps(plan: HarmonyPlan, costs: Costs, machine: Machine) -> list[bool]:
     return [False, True]
 
 
-_VARIED: Mapping[str, _Values] = {"gpu_order": _gpu_orders, "overlap_steps": _overlaps, "split_backward": _splits}
+def _stashes(plan: HarmonyPlan, costs: Costs, machine: Machine) -> list[StashPlace | tuple[StashPlace, ...]]:
+    """All in one place; or on GPUs only those of the last half, quarter, … of the packs, which wait the least."""
+    count = len(plan.stash_places)
+    partly: list[StashPlace | tuple[StashPlace, ...]] = []
+    kept = count // 2
+    while kept:
+        partly.append((StashPlace.SWAP,) * (count - kept) + (StashPlace.KEEP,) * kept)
+        kept //= 2
+    return [*StashPlace, *partly] if count else []
+
+
+_VARIED: Mapping[str, _Values] = {
+    "gpu_order": _gpu_orders,
+    "overlap_steps": _overlaps,
+    "split_backward": _splits,
+    "stash": _stashes,
+}
 """By field, in the order in which they are tried."""
 
 
