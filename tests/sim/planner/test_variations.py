@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from sim.hardware.files import load_machine
-from sim.plan import PagedPlan, Policy, StashPlace
+from sim.plan import HarmonyPlan, PagedPlan, Policy, StashPlace
 from sim.planner.space import Space
 from sim.planner.variations import variations
 from tests.sim.handmade import plan
