@@ -38,8 +38,12 @@ MINIBATCHES = dict.fromkeys(LARGE, (32,)) | dict.fromkeys(SMALL, (16, 64, 256))
 
 HARMONY = (sim.Policy.HARMONY_PP, sim.Policy.HARMONY_DP)
 BASELINES = tuple(policy for policy in sim.Policy if policy.is_paged)
-HARMONY_BUDGET = 12
+HARMONY_BUDGET = 6
 """Plans that the search of a Harmony policy simulates, variations of the best not counted."""
+HARMONY_SIZES = (1, 2, 4, 8, 16, 32)
+MANY_LAYERS = 100
+PACKS = (1 / 24, 1 / 16, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2)
+"""Numbers of packs that are tried if there are many layers: shares of them, made multiples of the GPUs. Else all."""
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Microbatch sizes among which a baseline is tuned: all of them, as far as the profile covers them."""
 DEEP = 16
@@ -47,15 +51,12 @@ DEEP = 16
 
 
 class Question(NamedTuple):
-    """One way to plan. What is open is searched for if there are sizes to choose from, or if nothing is fixed."""
+    """One way to plan: fields that are fixed, and the microbatch sizes to choose from. If there is one, nothing is
+    searched for."""
 
     name: str
     fixed: dict[str, Any]
-    sizes: tuple[int, ...] | None
-
-    @property
-    def is_one_plan(self) -> bool:
-        return self.sizes is not None and len(self.sizes) == 1
+    sizes: tuple[int, ...]
 
 
 class Case(NamedTuple):
@@ -70,7 +71,7 @@ class Case(NamedTuple):
 
 def rounds() -> Iterator[list[tuple[sim.Policy, Question]]]:
     """What is asked of every setting, one question after the other."""
-    best = Question(f"best of {HARMONY_BUDGET} plans", {}, None)
+    best = Question("searched", {}, HARMONY_SIZES)
     always, drop = sim.Writeback.ALWAYS, sim.Writeback.DROP
     yield [(policy, best) for policy in HARMONY] + list(product(BASELINES, _paging((1,), always, 0)))
     yield list(product(BASELINES, _paging(SIZES, drop, DEEP)))
@@ -146,27 +147,30 @@ def _found(case: Case, costs: sim.Costs, machine: sim.Machine) -> tuple[Found, i
     """The fastest plan on an unlimited host; plans simulated; by how much another could be faster."""
     setting, policy, question = case
     machine = machine.with_host_memory(None)
-    if question.is_one_plan:
+    if question.sizes == (1,):
         choice = sim.PlanChoice(u_fwd=1, u_bwd=1, **question.fixed)
         plan = next(iter(completions(choice, policy, setting.minibatch, costs, machine)))
         found = evaluate(plan, False, costs, machine)
         if isinstance(found, sim.HarmonyError):
             raise found
         return found, 1, None
-    space = Space(**{name: (value,) for name, value in question.fixed.items()}, **_sizes(question, costs))
-    budget = HARMONY_BUDGET if question.sizes is None else len(SIZES)
+    space = _space(case, costs)
+    budget = HARMONY_BUDGET if policy in HARMONY else len(SIZES)
     result = sim.search(
         costs.trace, machine, setting.minibatch, policies=(policy,), choice=space, max_simulated=budget, top=1
     )
     return result.best.found, result.counts.simulated, result.gap
 
 
-def _sizes(question: Question, costs: sim.Costs) -> dict[str, tuple[int, ...]]:
-    """The sizes to choose from that the profile covers."""
-    if question.sizes is None:
-        return {}
+def _space(case: Case, costs: sim.Costs) -> Space:
+    """What a search chooses from: of the sizes, those that the profile covers."""
+    setting, policy, question = case
     covered = tuple(u for u in question.sizes if u <= costs.largest_microbatch())
-    return {"u_fwd": covered, "u_bwd": covered}
+    fixed = {name: (value,) for name, value in question.fixed.items()}
+    if policy in HARMONY and costs.layer_count >= MANY_LAYERS:
+        counts = {setting.gpus * max(1, round(share * costs.layer_count / setting.gpus)) for share in PACKS}
+        fixed |= dict.fromkeys(("packs_fwd", "packs_bwd"), tuple(sorted(counts)))
+    return Space(u_fwd=covered, u_bwd=covered, **fixed)
 
 
 def main() -> None:
