@@ -8,8 +8,9 @@ from pathlib import Path
 from ..checks import check_trace
 from ..errors import TraceError
 from ..schema import Trace
-from . import profile_tables
+from . import pickles, profile_tables
 from .derivation import notes_on, trace_of
+from .profile import LayerProfile
 
 
 @dataclass(frozen=True)
@@ -29,18 +30,14 @@ def import_trace(
 ) -> Imported:
     """Read a trace from what others measured. What is given by name here stands in for what the source says, or lacks.
 
-    Sources: a folder of CSV tables (see ``profile_tables``).
+    Sources: a folder of CSV tables (see ``profile_tables``), or of the public artifact's pickles (``pickles``).
 
     Raises TraceError for anything wrong with the source: which file, row or layer, column, and what was found.
     """
     path = Path(source)
     if not path.exists():
         raise TraceError(str(source), "", "no such file or folder")
-    if not (path / profile_tables.SIZES).exists():
-        raise TraceError(
-            str(source), "", f"is nothing that can be imported: a folder of tables has a {profile_tables.SIZES}"
-        )
-    read = profile_tables.read_profile(path)
+    read = _profile(path)
     profile = replace(
         read,
         model=model or read.model,
@@ -52,3 +49,16 @@ def import_trace(
     trace = trace_of(profile)
     check_trace(trace, str(source))
     return Imported(trace, notes_on(profile))
+
+
+def _profile(path: Path) -> LayerProfile:
+    if any((path / name).exists() for name in profile_tables.FILES.values()):
+        return profile_tables.read_profile(path)
+    if pickles.is_profile_folder(path):
+        return pickles.read_profile(path)
+    raise TraceError(
+        str(path),
+        "",
+        f"is nothing that can be imported; a folder of tables has {', '.join(profile_tables.FILES.values())}, "
+        "one of the artifact's profiles has prof_TIME_FWDBWD.pickle",
+    )

@@ -1,13 +1,13 @@
-"""Tables from files, every cell checked. Errors name the file, the row, the layer, the column and what was found.
+"""Tables, every cell checked. Errors name the file, the row, the layer, the column and what was found.
 
-Rows are numbered as a spreadsheet does: the header is row 1. Their order does not matter.
+Rows of files are numbered as a spreadsheet does: the header is row 1. Their order does not matter.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,9 +21,12 @@ _SHOWN = 40
 
 @dataclass(frozen=True)
 class Row:
-    """Values by the names of their columns; optional ones that the table lacks, or leaves empty, are missing."""
+    """Values by the names of their columns; optional ones that the table lacks, or leaves empty, are missing.
 
-    number: int
+    ``number`` is None where rows have none.
+    """
+
+    number: int | None
     values: dict[str, Any]
 
     def __getitem__(self, name: str) -> Any:
@@ -48,9 +51,8 @@ class Table:
         for row in self.rows:
             earlier = found.setdefault(tuple(row[name] for name in self.key), row)
             if earlier is not row:
-                raise TraceError(
-                    self.source, self.where(row), f"is there already, as row {earlier.number}; keep one of them"
-                )
+                as_row = "" if earlier.number is None else f", as row {earlier.number}"
+                raise TraceError(self.source, self.where(row), f"is there already{as_row}; keep one of them")
         return found
 
     def by_layer(self, layers: int) -> dict[tuple[Any, ...], list[Row]]:
@@ -72,10 +74,20 @@ class Table:
 
 
 def read_table(path: Path, columns: Sequence[Column], key: tuple[str, ...]) -> Table:
-    """Read and check a CSV file. Raises TraceError for whatever is wrong with it."""
-    rows = iter(_csv_rows(path))
-    source = str(path)
+    """Read and check a CSV or Parquet file. Raises TraceError for whatever is wrong with it."""
+    rows: Iterator[tuple[int, list[str]]] = _parquet_rows(path) if path.suffix == ".parquet" else _csv_rows(path)
     _, header = next(rows, (1, []))
+    return checked(str(path), header, rows, columns, key)
+
+
+def checked(
+    source: str,
+    header: Sequence[str],
+    rows: Iterable[tuple[int | None, Sequence[str]]],
+    columns: Sequence[Column],
+    key: tuple[str, ...],
+) -> Table:
+    """A table of rows of text, with their numbers. Raises TraceError for the first row or cell that is wrong."""
     headings = _headings(source, header, columns)
     read = []
     for number, cells in rows:
@@ -89,6 +101,19 @@ def read_table(path: Path, columns: Sequence[Column], key: tuple[str, ...]) -> T
     return Table(source, key, tuple(read))
 
 
+def text_of(value: object) -> str:
+    """A value as a cell of a CSV file has it; None is an empty one."""
+    match value:
+        case None:
+            return ""
+        case bool():
+            return str(value).lower()
+        case int():
+            return str(value) if abs(value) < 10**100 else f"{value:#x}"
+        case _:
+            return str(value)
+
+
 def read_bytes(path: Path) -> bytes:
     """A file's bytes. Raises TraceError if there is none."""
     try:
@@ -99,8 +124,22 @@ def read_bytes(path: Path) -> bytes:
         raise TraceError(str(path), "", f"cannot be read: {error.strerror or error}") from None
 
 
+def _parquet_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """The header and rows, with their numbers."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(pa.BufferReader(read_bytes(path)))
+    except (pa.ArrowException, OSError) as error:
+        raise TraceError(str(path), "", f"is not a Parquet file: {str(error).splitlines()[0]}") from None
+    yield 1, table.column_names
+    for number, record in enumerate(zip(*(column.to_pylist() for column in table.columns), strict=True), start=2):
+        yield number, [text_of(value) for value in record]
+
+
 def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Rows and their numbers; empty lines are none."""
+    """The header and rows, with their numbers; empty lines are none."""
     data = read_bytes(path)
     try:
         text = data.decode("utf-8-sig")
@@ -144,7 +183,9 @@ def _unknown(heading: str, columns: Sequence[Column]) -> str:
     return f"column {heading!r} is unknown; {f'did you mean {near[0]}?' if near else f'columns are {usual}'}"
 
 
-def _row(source: str, number: int, cells: dict[str, str], headings: dict[str, Column], key: tuple[str, ...]) -> Row:
+def _row(
+    source: str, number: int | None, cells: dict[str, str], headings: dict[str, Column], key: tuple[str, ...]
+) -> Row:
     values: dict[str, Any] = {}
     for heading, column in headings.items():
         text = cells[heading]
@@ -159,9 +200,11 @@ def _row(source: str, number: int, cells: dict[str, str], headings: dict[str, Co
     return Row(number, values)
 
 
-def _where(number: int, known: dict[str, Any], column: str) -> str:
-    place = f"row {number}" + (f" ({_pairs(known)})" if known else "")
-    return f"{place}, {column}" if column else place
+def _where(number: int | None, known: dict[str, Any], column: str) -> str:
+    place = _pairs(known)
+    if number is not None:
+        place = f"row {number} ({place})" if place else f"row {number}"
+    return ", ".join(part for part in (place, column) if part)
 
 
 def _pairs(values: dict[str, Any]) -> str:
