@@ -24,7 +24,7 @@ from ..timelines.timeline import Timeline, TimelineInfo
 from ..units import NS_PER_S
 from ..unrolling import split_steps, unroll
 from .bounds import bound_ns
-from .caveats import caveats
+from .caveats import caveats, idle_gpus, slow_gpus
 from .durations import CostDurations, Demands, Durations, forward_share, used_durations
 from .run import Run
 
@@ -68,6 +68,7 @@ def simulate(
             f"{_LONGEST_NS / NS_PER_S:.3g} s; look for a layer's time, a speed or a link that is out of all proportion"
         )
     used = used_durations(schedule.tasks)
+    said = [*caveats(costs, used), *idle_gpus(schedule), *slow_gpus(schedule, machine)]
     runs = [[step]] * (1 if overlapping else steps)
     if overlapping:
         runs.append(run_overlapping(schedule, demands, tied_layers(costs), overlapping))
@@ -77,7 +78,7 @@ def simulate(
         lower_bound_ns=bound_ns(schedule, demands),
         critical_path=critical_path(schedule, step, lambda task: forward_share(task, costs), machine),
         provenance={where.value: count for where, count in costs.tally(used).items()},
-        notes={"caveats": found} if (found := caveats(costs, used)) else {},
+        notes={"caveats": said} if said else {},
     )
     return Timeline.from_times(schedule, info, in_sequence(runs))
 
