@@ -82,7 +82,7 @@ def run_demo(output: Path, *, progress: Progress = silent) -> DemoReport:
         trace = profile(load_workload(MODEL), microbatches=sizes, budget_s=PROFILE_S, progress=report)
         save_trace(trace, output / "trace.json")
     with stages.stage(0.1, "searching schedules") as report:
-        harmony = _best(trace, machine, (Policy.HARMONY_DP, Policy.HARMONY_PP), PlanChoice(), report)
+        harmony = _best(trace, machine, (Policy.HARMONY_DP, Policy.HARMONY_PP), PlanChoice(overlap_steps=False), report)
         dp_swap = _best(trace, machine, (Policy.DP_SWAP,), PlanChoice(), report)
     with stages.stage(0.1, "training with plain PyTorch") as report:
         workload = load_workload(MODEL)

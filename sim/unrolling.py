@@ -28,6 +28,8 @@ Edge = tuple[int, int]
 def unroll(schedule: Schedule, steps: int, ties: Ties) -> Schedule:
     """So many steps as one. Of step k, ids of tasks (and of buffers) are k times their number higher than in the
     schedule, and so on the whole in order. ``ties``: which layers share weights."""
+    if steps == 1:
+        return schedule
     before = _by_later(schedule, [*_home_edges(schedule, ties), *_placed_edges(schedule), *_counted_edges(schedule)])
     ends_of_lanes = [ids[-1] for ids in schedule.lanes.values()]
     two_before = {ids[0]: ends_of_lanes for ids in schedule.lanes.values()}

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
+from msgspec.structs import replace
+
 from sim.schedule import LaneKey, Schedule, Task
 from traces.errors import HarmonyError
 
@@ -60,10 +62,11 @@ class _Stop(NamedTuple):
 
 
 class LaneRunner:
-    """Runs steps of one schedule, one at a time."""
+    """Runs a schedule, time and again. It may be of several ``steps`` that are unrolled."""
 
-    def __init__(self, schedule: Schedule, devices: Devices, memory: Memory) -> None:
+    def __init__(self, schedule: Schedule, devices: Devices, memory: Memory, steps: int = 1) -> None:
         self._tasks, self._devices, self._memory = len(schedule.tasks), devices, memory
+        self._steps = steps
         self._stops: dict[LaneKey, list[_Stop]] = {}
         for task, before in zip(schedule.tasks, schedule.predecessors, strict=True):
             lane = task.lanes[0]
@@ -72,12 +75,12 @@ class LaneRunner:
         self._queues = {lane: devices.queue(lane) for lane in self._stops}
 
     def run(self, number: int, perform: Perform) -> Walked:
-        """Run step ``number``; returns when everything has ended.
+        """Run step ``number`` (and those unrolled after it); returns when everything has ended.
 
         Raises TaskFailed (from what happened) when a task fails, and KeyboardInterrupt as it is; all lanes have
         stopped by then.
         """
-        step = _Step(self._tasks, len(self._stops), self._devices, self._memory, perform, number)
+        step = _Step(self._tasks, len(self._stops), self._devices, self._memory, perform, number, self._steps)
         threads = [
             threading.Thread(
                 target=step.walk, args=(lane, self._queues[lane], stops), name=f"harmony {lane_name(lane)}", daemon=True
@@ -126,15 +129,18 @@ def _interrupts(notify: Callable[[], object]) -> Iterator[None]:
 
 
 class _Step:
-    """One step on its way."""
+    """One step on its way, or several that are unrolled."""
 
-    def __init__(self, tasks: int, lanes: int, devices: Devices, memory: Memory, perform: Perform, number: int) -> None:
+    def __init__(
+        self, tasks: int, lanes: int, devices: Devices, memory: Memory, perform: Perform, number: int, steps: int
+    ) -> None:
         self.walked = Walked(tasks)
         self.failure: TaskFailed | None = None
         self.interrupted = False
         self.idle: SimpleQueue[None] = SimpleQueue()  # as a handler of signals needs it: unlike Event, reentrant
         self._go: SimpleQueue[None] = SimpleQueue()
         self._devices, self._memory, self._perform, self._number = devices, memory, perform, number
+        self._tasks_of_step = tasks // steps
         self._ended = [threading.Event() for _ in range(tasks)]
         self._given_up = False
         self._lanes = self._busy = lanes
@@ -194,7 +200,9 @@ class _Step:
 
     def _fail(self, lane: LaneKey, task: Task | None, error: BaseException) -> None:
         cause = str(error) if isinstance(error, HarmonyError) else f"{type(error).__name__}: {error}"
-        failure = TaskFailed(str(task), lane_name(lane), self._number, cause)
+        later, place = divmod(task.id, self._tasks_of_step) if task else (0, 0)
+        name = str(replace(task, id=place)) if task else str(task)
+        failure = TaskFailed(name, lane_name(lane), self._number + later, cause)
         failure.__cause__ = error
         with self._lock:
             if self.failure is None:

@@ -36,9 +36,10 @@ class Places:
         self.shares_home = not schedule.plan.policy.has_private_stores
         copies = 1 if self.shares_home else schedule.plan.gpus
         self.homes = [Home(model, layouts, devices.host_bytes, is_the_models=replica == 0) for replica in range(copies)]
-        self.minibatch = Minibatch(
-            schedule.plan.minibatch, schedule.layers, _sample_bytes(schedule), devices.host_bytes
+        self.new_minibatch = partial(
+            Minibatch, schedule.plan.minibatch, schedule.layers, _sample_bytes(schedule), devices.host_bytes
         )
+        self.minibatch = self.new_minibatch()
 
     def home(self, gpu: int | None) -> Home:
         """The home that a GPU's copies come from and go to (None: what the host itself works on)."""

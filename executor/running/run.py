@@ -46,6 +46,9 @@ def run(
 ) -> RunResult:
     """Train the workload's model for ``warmup_steps + steps`` steps, and measure.
 
+    Where the plan's steps overlap, one more runs alone, after the warm-up, and then ``steps`` without a barrier between
+    them (if that is one, only the one alone).
+
     Step k trains on ``workload.batch(minibatch, seed + k)``, and ``seed`` fixes dropout as well. Warm-up steps also
     check that no task takes more memory than the schedule reserves; figures are of the steps after them.
 
@@ -56,22 +59,29 @@ def run(
     model = workload.layers(schedule.plan.minibatch)
     devices = open_devices(device, machine)
     session = Session(schedule, model, optimizer(workload.model.parameters()), devices, seed=seed)
-    total = warmup_steps + steps
+    overlapping = steps if schedule.plan.overlap_steps and steps > 1 else 0
+    alone = warmup_steps + (1 if overlapping else steps)
+    total = alone + overlapping
+    batches = (workload.checked_batch(schedule.plan.minibatch, seed + number) for number in range(total))
     results = []
     warmed_up = Overruns()
-    for number in range(total):
+    for number in range(alone):
         progress(number / total, f"step {number + 1} of {total}" + (", warming up" if number < warmup_steps else ""))
-        inputs, labels = workload.checked_batch(schedule.plan.minibatch, seed + number)
+        inputs, labels = next(batches)
         if number == warmup_steps:
             warmed_up = session.overruns
         results.append(session.step(inputs, labels, check_memory=number < warmup_steps))
+    if overlapping:
+        progress(alone / total, f"steps {alone + 1} to {total}, which overlap")
+        results += session.overlapping_steps(list(batches))
     progress(1.0, "ran")
     overruns = session.overruns.since(warmed_up)
     times = [result.times for result in results]
-    measured = sorted(times[warmup_steps:], key=attrgetter("duration_ns"))
+    measured = sorted(times[warmup_steps:alone], key=attrgetter("duration_ns"))
     typical = measured[(len(measured) - 1) // 2]
     info = replace(
         TimelineInfo.of(schedule, machine.name, "measured", steps=total, warmup_steps=warmup_steps),
+        overlapping=overlapping,
         # Recompute is not timed apart from the backward that it is part of.
         critical_path=replace(
             critical_path(schedule, typical, lambda task: 0.0, machine),
@@ -84,7 +94,10 @@ def run(
             "overrun_s": overruns.total_ns / 1e9,
         },
     )
-    timeline = Timeline.from_times(schedule, info, in_sequence([step] for step in times))
+    runs = [[step] for step in times[:alone]]
+    if overlapping:
+        runs.append(times[alone:])
+    timeline = Timeline.from_times(schedule, info, in_sequence(runs))
     return RunResult(timeline, tuple(result.loss for result in results), overruns)
 
 

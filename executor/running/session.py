@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sim.errors import PlanError
+from sim.home import Ties
 from sim.schedule import Schedule, Task, TaskKind, TensorKind
 from sim.timelines.replay import MemoryChange, StepTimes
+from sim.unrolling import unroll
 
 from ..devices.facade import Devices, Overruns, Queue
 from ..errors import DeviceError, DifferentModel
@@ -60,9 +63,10 @@ class Session:
             shards.check_trained()
         _check_bytes(schedule, layout, shards, optimizer)
         self._places = Places(schedule, model, layout, shards, devices)
-        self._transfers = Transfers(schedule, self._places)
+        self._transfers = [Transfers(schedule, self._places, self._places.minibatch)]  # by step of those that overlap
         self._calculations = Calculations(schedule, model, pack_optimizer, self._places, devices, seed)
-        self._lanes = LaneRunner(schedule, devices, self._places)
+        self._ties = _ties(model)
+        self._runners: dict[int, LaneRunner] = {}  # by number of steps
         self._steps = 0
 
     @property
@@ -79,19 +83,44 @@ class Session:
         WorkspaceOverrun (as the cause of TaskFailed) beyond what the schedule reserves. Raises TaskFailed when a task
         fails; the parameters may be updated in part then. Raises NeverFreed if the step leaves buffers behind.
         """
-        self._places.minibatch.load(Inputs.of(inputs), labels)
-        context = StepContext(self._steps, check_memory)
+        return self._run([(inputs, labels)], check_memory)[0]
+
+    def overlapping_steps(self, batches: Sequence[tuple[Any, Tensor]]) -> list[StepResult]:
+        """Train on one minibatch (inputs, labels) after the other, without a barrier between them. Times count from the
+        start of the first. All minibatches are taken in beforehand. Raises as :meth:`step`."""
+        return self._run(batches, check_memory=False)
+
+    def _run(self, batches: Sequence[tuple[Any, Tensor]], check_memory: bool) -> list[StepResult]:
+        while len(self._transfers) < len(batches):
+            self._transfers.append(Transfers(self.schedule, self._places, self._places.new_minibatch()))
+        for transfers, (inputs, labels) in zip(self._transfers, batches, strict=False):
+            transfers.minibatch.load(Inputs.of(inputs), labels)
+        contexts = [StepContext(self._steps + number, check_memory) for number in range(len(batches))]
+        tasks = self.schedule.tasks
+
+        def perform(task: Task, queue: Queue) -> int:
+            step, place = divmod(task.id, len(tasks))
+            return self._perform(tasks[place], queue, contexts[step], self._transfers[step])
+
         with self._devices.running():
             try:
-                walked = self._lanes.run(self._steps, lambda task, queue: self._perform(task, queue, context))
+                walked = self._runner(len(batches)).run(self._steps, perform)
                 self._places.check_empty()
             except BaseException:
                 self._places.clear()
                 raise
-            self._steps += 1
-            return StepResult(context.loss(), self._times(walked))
+            self._steps += len(batches)
+            times = self._times(walked, len(batches))
+            return [StepResult(context.loss(), step) for context, step in zip(contexts, times, strict=True)]
 
-    def _perform(self, task: Task, queue: Queue, context: StepContext) -> int:
+    def _runner(self, steps: int) -> LaneRunner:
+        if steps not in self._runners:
+            unrolled = unroll(self.schedule, steps, self._ties)
+            memory = _MemoryOfSteps(self._places, len(self.schedule.buffers))
+            self._runners[steps] = LaneRunner(unrolled, self._devices, memory, steps)
+        return self._runners[steps]
+
+    def _perform(self, task: Task, queue: Queue, context: StepContext, transfers: Transfers) -> int:
         """Carry out a task; returns the bytes it copied."""
         match task.kind:
             case TaskKind.FORWARD | TaskKind.RECOMPUTE:
@@ -101,36 +130,57 @@ class Session:
             case TaskKind.UPDATE:
                 self._calculations.update(task, queue)
             case TaskKind.REDUCE:
-                self._transfers.reduce(task)
+                transfers.reduce(task)
             case TaskKind.SWAP_IN:
-                return self._transfers.swap_in(task, queue)
+                return transfers.swap_in(task, queue)
             case TaskKind.SWAP_OUT:
-                return self._transfers.swap_out(task, queue)
+                return transfers.swap_out(task, queue)
             case TaskKind.P2P:
-                return self._transfers.p2p(task, queue)
+                return transfers.p2p(task, queue)
             case TaskKind.ALLREDUCE:
-                return self._transfers.all_reduce(task, queue)
+                return transfers.all_reduce(task, queue)
             case TaskKind.REDUCE_SCATTER:
-                return self._transfers.reduce_scatter(task, queue)
+                return transfers.reduce_scatter(task, queue)
             case TaskKind.ALL_GATHER:
-                return self._transfers.all_gather(task, queue)
+                return transfers.all_gather(task, queue)
         return 0
 
-    def _times(self, walked: Walked) -> StepTimes:
-        """Marks as times that count from the step's first start."""
-        starts = [self._devices.time_ns(mark) for mark in walked.starts]
-        ends = [self._devices.time_ns(mark) for mark in walked.ends]
-        origin = min(starts, default=0)
-        buffers = self.schedule.buffers
-        return StepTimes(
-            start_ns=[start - origin for start in starts],
-            end_ns=[end - origin for end in ends],
-            copied_bytes=walked.copied_bytes,
-            memory=[
-                MemoryChange(self._devices.time_ns(change.mark) - origin, buffers[change.buffer], change.bytes)
-                for change in walked.changes
-            ],
-        )
+    def _times(self, walked: Walked, steps: int) -> list[StepTimes]:
+        """Marks as times that count from the first start of all."""
+        origin = min([self._devices.time_ns(mark) for mark in walked.starts], default=0)
+        buffers, count = self.schedule.buffers, len(self.schedule.tasks)
+        memory: list[list[MemoryChange]] = [[] for _ in range(steps)]
+        for change in walked.changes:
+            step, number = divmod(change.buffer, len(buffers))
+            memory[step].append(
+                MemoryChange(self._devices.time_ns(change.mark) - origin, buffers[number], change.bytes)
+            )
+        parts = [slice(step * count, (step + 1) * count) for step in range(steps)]
+        return [
+            StepTimes(
+                start_ns=[self._devices.time_ns(mark) - origin for mark in walked.starts[part]],
+                end_ns=[self._devices.time_ns(mark) - origin for mark in walked.ends[part]],
+                copied_bytes=walked.copied_bytes[part],
+                memory=changes,
+            )
+            for part, changes in zip(parts, memory, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class _MemoryOfSteps:
+    """The places of a schedule's ``buffers``, for steps of it that are unrolled: each buffer is the same every time."""
+
+    places: Places
+    buffers: int
+
+    def allocate(self, number: int) -> int:
+        """Take a buffer's memory."""
+        return self.places.allocate(number % self.buffers)
+
+    def free(self, number: int) -> int:
+        """Give it back."""
+        return self.places.free(number % self.buffers)
 
 
 def _moving_state(schedule: Schedule, model: LayerModel, optimizer: PackOptimizer) -> dict[int, StateEntries]:
@@ -139,6 +189,14 @@ def _moving_state(schedule: Schedule, model: LayerModel, optimizer: PackOptimize
         return {}
     owned = [named.tensor for layer in range(len(model)) for named in model.owned(layer).values()]
     return {id(parameter): optimizer.state_entries(parameter) for parameter in owned}
+
+
+def _ties(model: LayerModel) -> Ties:
+    users: dict[int, tuple[int, ...]] = {}
+    for group in model.tied:
+        owner, *others = group.layers
+        users[owner] = (*users.get(owner, ()), *others)
+    return Ties(users)
 
 
 def _check_whole(schedule: Schedule) -> None:

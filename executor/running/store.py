@@ -122,8 +122,8 @@ def _check_in_host_memory(model: LayerModel) -> None:
 class Minibatch:
     """The data of a step in host memory: inputs (``data`` of layer 0) and labels (of the layer past the last).
 
-    One object serves all steps, each of ``samples`` samples of the same shapes and dtypes. ``sample_bytes`` says how
-    large a sample is to be, by layer; what is not there is never read.
+    One object serves all steps that run one after the other, each of ``samples`` samples of the same shapes and dtypes.
+    ``sample_bytes`` says how large a sample is to be, by layer; what is not there is never read.
     """
 
     def __init__(self, samples: int, layers: int, sample_bytes: Mapping[int, int], allocate: Allocate) -> None:

@@ -15,12 +15,15 @@ from sim.schedule import Buffer, Interval, Schedule, Task, TaskKind, TensorKind
 from ..devices.facade import Copy, Queue, Sum
 from .layout import HOME_KINDS
 from .places import Places
+from .store import Minibatch
 
 
 class Transfers:
-    """Carries out copies, collectives and reductions. Each method returns the bytes it moved."""
+    """Carries out copies, collectives and reductions of steps whose data are ``minibatch``. Each method returns the
+    bytes it moved."""
 
-    def __init__(self, schedule: Schedule, places: Places) -> None:
+    def __init__(self, schedule: Schedule, places: Places, minibatch: Minibatch) -> None:
+        self.minibatch = minibatch
         self._places = places
         self._buffers = schedule.buffers
         self._gpus = schedule.plan.gpus
@@ -112,7 +115,7 @@ class Transfers:
             for number in in_host:
                 yield from self._overlap(buffer, self._buffers[number])
         else:
-            whole, minibatch = _samples(buffer), self._places.minibatch
+            whole, minibatch = _samples(buffer), self.minibatch
             own = self._places.record(buffer).pieces(block, whole, whole)
             yield from zip(own, minibatch.pieces(buffer.layer_first, whole), strict=True)
 

@@ -96,7 +96,10 @@ def run(
     model: Annotated[str, typer.Option("--model", metavar="MODEL", help="The model it was made for.")],
     machine: MachineName,
     device: Device = "emulated",
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to measure, after one to warm up.")] = 3,
+    steps: Annotated[
+        int,
+        typer.Option("--steps", min=1, help="Steps to measure, after one to warm up (if they overlap, and one alone)."),
+    ] = 3,
     seed: Annotated[int, typer.Option("--seed", help="Fixes weights, data and chance.")] = 0,
     output: TimelineOutput = None,
     as_json: Json = False,

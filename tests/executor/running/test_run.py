@@ -26,8 +26,9 @@ from sim.builders import build
 from sim.engine.simulate import simulate
 from sim.errors import DoesNotFit
 from sim.hardware.machine import Machine
-from sim.plan import PagedPlan, Plan, Policy, Residency, UpdateOn
+from sim.plan import HarmonyPlan, PagedPlan, Plan, Policy, Residency, UpdateOn
 from sim.schedule import Lane, LaneKey, Schedule, TensorKind
+from sim.timelines.compare import compare
 from sim.timelines.metrics import observed_host_peak_bytes, observed_peak_bytes
 from tests.executor import made
 from tests.executor.training import (
@@ -214,9 +215,9 @@ class HostileDevices(EmulatedDevices):
         return super().host_bytes(size).fill_(0xFF)
 
 
-@pytest.mark.parametrize("seed", range(16))
-def test_any_plan_trains_as_plain_pytorch_does_in_a_hostile_place(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the timing, nothing is read before it is written or after it was freed."""
+@pytest.fixture
+def hostile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes dawdle, and what is freed is spoilt."""
     free = Places.free
 
     def spoil_and_free(places: Places, number: int) -> int:
@@ -226,12 +227,46 @@ def test_any_plan_trains_as_plain_pytorch_does_in_a_hostile_place(seed: int, mon
 
     monkeypatch.setattr(Places, "free", spoil_and_free)
     monkeypatch.setattr("executor.running.run.open_devices", lambda kind, machine: HostileDevices(machine))
+
+
+@pytest.mark.usefixtures("hostile")
+@pytest.mark.parametrize("seed", range(16))
+def test_any_plan_trains_as_plain_pytorch_does_in_a_hostile_place(seed: int) -> None:
+    """Whatever the timing, nothing is read before it is written or after it was freed."""
     workload = [chain, partial(chain, frozen=True), gpt2, tied_chain][seed % 4]()
     plan = random_case(seed, layers=len(workload.layers())).plan
     if isinstance(plan, PagedPlan):
         plan = msgspec.structs.replace(plan, recompute=True)
     expected = train_plainly(workload, minibatch=plan.minibatch)
     assert differences(train(workload, plan).trained, expected) == {}
+
+
+@pytest.mark.usefixtures("hostile")
+@pytest.mark.parametrize("seed", range(8))
+def test_steps_that_overlap_train_as_plain_pytorch_does_in_a_hostile_place(seed: int) -> None:
+    workload = [chain, partial(chain, frozen=True), tied_chain, gpt2][seed % 4]()
+    layers = len(workload.layers())
+    drawn = (random_case(100 * seed + more, layers=layers).plan for more in range(100))
+    plan = next(plan for plan in drawn if isinstance(plan, HarmonyPlan) and not plan.split_backward)
+    plan = msgspec.structs.replace(plan, overlap_steps=True)
+    expected = train_plainly(workload, 4, minibatch=plan.minibatch)
+    assert differences(train(workload, plan, steps=3).trained, expected) == {}
+
+
+def test_of_steps_that_overlap_one_runs_alone_before() -> None:
+    plan = harmony(Policy.HARMONY_PP, 2, (2, 2), CHAIN_PACKS, overlap_steps=True)
+    ran = train(chain(), plan, steps=3, warmup_steps=1)
+    info = ran.timeline.info
+    assert (info.steps, info.warmup_steps, info.overlapping, info.alone) == (5, 1, 3, range(1, 2))
+    assert len(ran.trained.losses) == 5
+    assert differences(ran.trained, plainly(chain, 5)) == {}
+    found = compare(simulate(ran.schedule, ran.trace, ran.machine, steps=2), ran.timeline)
+    assert found.period_s is not None
+    assert found.differing_bytes() == []
+    ends = ran.timeline.frame.groupby("step")["end_ns"].max().to_list()
+    assert ran.timeline.period_ns == round((ends[4] - ends[2]) / 2)
+    only = train(chain(), plan, steps=1, warmup_steps=1).timeline
+    assert (only.info.steps, only.period_ns) == (2, None)
 
 
 # ------------------------------------------------------------------------------------------------------- refusals

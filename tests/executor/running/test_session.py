@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,10 +14,22 @@ from executor.errors import NeverFreed, TaskFailed
 from executor.models.workloads import Workload
 from executor.running.session import Session
 from sim.builders import build
-from sim.plan import Plan, Policy, Residency, UpdateOn
+from sim.plan import Plan, Policy, Reduce, Residency, StashPlace, UpdateOn
 from sim.schedule import Schedule
 from tests.executor import made
-from tests.executor.training import MINIBATCH, SEED, adam, chain, dp_swap, harmony, name_of, trace_of, train_plainly
+from tests.executor.training import (
+    MINIBATCH,
+    SEED,
+    Make,
+    adam,
+    chain,
+    dp_swap,
+    harmony,
+    name_of,
+    tied_chain,
+    trace_of,
+    train_plainly,
+)
 
 PACKS = ((0, 1), (2, 4)), ((0, 2), (3, 4), (5, 7))
 EACH_UPDATE = pytest.mark.parametrize(
@@ -136,3 +149,45 @@ def test_learning_rates_may_change_between_steps() -> None:
         session.step(*workload.batch(MINIBATCH, SEED + number))
         plain_step(reference, expected, number)
     assert_close(dict(workload.model.state_dict()), dict(reference.model.state_dict()))
+
+
+def batches(workload: Workload, steps: int) -> list[tuple[Tensor, Tensor]]:
+    return [workload.batch(MINIBATCH, SEED + number) for number in range(steps)]
+
+
+STAGES = ((0, 0), (1, 2), (3, 3), (4, 4)), ((0, 0), (1, 2), (3, 3), (4, 4), (5, 7))
+OVERLAPPING = [
+    *(
+        harmony(policy, 2, sizes, PACKS, update=update, overlap_steps=True)
+        for policy in (Policy.HARMONY_DP, Policy.HARMONY_PP)
+        for update in UpdateOn
+        for sizes in ((3, 3), (4, 2))
+    ),
+    harmony(Policy.HARMONY_DP, 3, (2, 2), PACKS, reduce=Reduce.HOST, overlap_steps=True),
+    harmony(Policy.HARMONY_PP, 3, (2, 2), STAGES, slots=1, gpu_order=(0, 2, 1), overlap_steps=True),
+    harmony(Policy.HARMONY_PP, 3, (2, 2), STAGES, stash=StashPlace.KEEP, update=UpdateOn.GPU, overlap_steps=True),
+]
+
+
+@pytest.mark.parametrize("make", [chain, tied_chain], ids=["chain", "tied"])
+@pytest.mark.parametrize("plan", OVERLAPPING, ids=name_of)
+def test_steps_that_overlap_train_as_plain_pytorch_does(make: Make, plan: Plan) -> None:
+    """A step alone, and then three without a barrier between them."""
+    workload = make()
+    last = len(workload.layers()) - 1
+    if make is tied_chain:
+        plan = replace(plan, packs_fwd=((0, 0), (1, 1)), packs_bwd=((0, 0), (1, 1), (2, last)), stash=StashPlace.SWAP)
+    expected = train_plainly(workload, 4, optimizer=adam)
+    session = start(workload, plan, adam(workload.model.parameters()))
+    first, *others = batches(workload, 4)
+    alone = session.step(*first)
+    together = session.overlapping_steps(others)
+    losses = [result.loss for result in (alone, *together)]
+    assert losses == pytest.approx(expected.losses, abs=1e-10)
+    assert_close(workload.model.state_dict(), expected.tensors)
+    ids = range(len(session.schedule.tasks))
+    for before, after in pairwise(together):
+        assert max(before.times.end_ns) <= max(after.times.end_ns)
+        assert after.times.copied_bytes == before.times.copied_bytes == alone.times.copied_bytes
+        assert all(after.times.start_ns[task] >= before.times.end_ns[task] for task in ids)
+    assert min(together[2].times.start_ns) >= max(together[0].times.end_ns)
