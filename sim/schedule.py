@@ -28,7 +28,13 @@ Interval = tuple[int, int]
 """Samples ``[start, stop)`` of the minibatch."""
 
 
-class TensorKind(Enum):
+class _Word(Enum):
+    """Members are single objects, so identity is hash enough; they are looked up in tables all the time."""
+
+    __hash__ = object.__hash__
+
+
+class TensorKind(_Word):
     """What a buffer or a copy holds; every table is split by it."""
 
     WEIGHT = "weight"
@@ -42,7 +48,7 @@ class TensorKind(Enum):
     WORKSPACE = "workspace"
 
 
-class TaskKind(Enum):
+class TaskKind(_Word):
     """What a task does.
 
     ``BACKWARD`` repeats the forward of its layers first (recompute; for the layers with the loss it is their forward),
@@ -77,15 +83,19 @@ class TaskKind(Enum):
     @property
     def is_copy(self) -> bool:
         """True for tasks that move bytes between memories."""
-        return self.is_collective or self in (TaskKind.SWAP_IN, TaskKind.SWAP_OUT, TaskKind.P2P)
+        return self in _COPIES
 
     @property
     def is_collective(self) -> bool:
         """True for what all GPUs do together, over a ring of all of them."""
-        return self in (TaskKind.ALLREDUCE, TaskKind.REDUCE_SCATTER, TaskKind.ALL_GATHER)
+        return self in _COLLECTIVES
 
 
-class Lane(Enum):
+_COLLECTIVES = (TaskKind.ALLREDUCE, TaskKind.REDUCE_SCATTER, TaskKind.ALL_GATHER)
+_COPIES = (TaskKind.SWAP_IN, TaskKind.SWAP_OUT, TaskKind.P2P, *_COLLECTIVES)
+
+
+class Lane(_Word):
     """An in-order queue of a GPU (the last two: of the host, and of all GPUs together)."""
 
     COMPUTE = "compute"

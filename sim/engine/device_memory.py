@@ -78,25 +78,28 @@ class _Changes:
     def check_places(self) -> None:
         """Buffers with a place lie within the plan, and over no other that is in use."""
         buffers, promised = self._schedule.buffers, self._schedule.memory.gpu_peak_bytes
-        # Of each GPU the places in use, as (start, end, buffer): disjoint and sorted.
-        in_use: list[list[tuple[int, int, int]]] = [[] for _ in promised]
-        placed = np.array([buffer.offset is not None and buffer.bytes > 0 for buffer in buffers], bool)
-        for at in np.flatnonzero(placed[self._buffers]).tolist():
-            number = int(self._buffers[at])
-            buffer = buffers[number]
-            assert buffer.gpu is not None
-            assert buffer.offset is not None
-            places, entry = in_use[buffer.gpu], (buffer.offset, buffer.offset + buffer.bytes, number)
-            index = bisect_left(places, entry)
-            if self._frees[at]:
-                del places[index]
+        starts = [-1 if buffer.offset is None or not buffer.bytes else buffer.offset for buffer in buffers]
+        stops = [start + buffer.bytes for start, buffer in zip(starts, buffers, strict=True)]
+        devices = [-1 if buffer.gpu is None else buffer.gpu for buffer in buffers]
+        places: list[list[int]] = [[] for _ in promised]  # of each GPU, where buffers in use start: ascending
+        owners: list[list[int]] = [[] for _ in promised]  # and which these are
+        here = np.flatnonzero((np.array(starts, int) >= 0)[self._buffers])
+        changes = zip(here.tolist(), self._buffers[here].tolist(), self._frees[here].tolist(), strict=True)
+        for at, buffer, frees in changes:
+            gpu, start, stop = devices[buffer], starts[buffer], stops[buffer]
+            place, owner = places[gpu], owners[gpu]
+            index = bisect_left(place, start)
+            if frees:
+                del place[index], owner[index]
                 continue
-            if entry[1] > promised[buffer.gpu]:
-                raise self._broken(at, f"which ends beyond the {promised[buffer.gpu]} B planned")
-            for start, stop, other in places[max(0, index - 1) : index + 1]:
-                if start < entry[1] and entry[0] < stop:
-                    raise self._broken(at, f"over {buffers[other]}, which is in use")
-            places.insert(index, entry)
+            if stop > promised[gpu]:
+                raise self._broken(at, f"which ends beyond the {promised[gpu]} B planned")
+            if index < len(place) and place[index] < stop:
+                raise self._broken(at, f"over {buffers[owner[index]]}, which is in use")
+            if index and stops[owner[index - 1]] > start:
+                raise self._broken(at, f"over {buffers[owner[index - 1]]}, which is in use")
+            place.insert(index, start)
+            owner.insert(index, buffer)
 
     def _broken(self, at: int, why: str) -> ScheduleError:
         task, buffer = self._schedule.tasks[self._tasks[at]], self._schedule.buffers[self._buffers[at]]

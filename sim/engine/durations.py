@@ -57,9 +57,17 @@ class CostDurations:
         self.threads = costs.trace.threads
         self._host_speed = machine.host.speed
         self._speeds = [gpu.speed for gpu in machine.gpus]
+        self._known: dict[tuple[object, ...], int] = {}
 
     def compute_ns(self, task: Task) -> int:
         """How long a forward, backward or update lasts."""
+        like = (task.kind, task.gpu, task.layer_first, task.layer_last, task.batch_size, task.recompute, task.shard)
+        duration = self._known.get(like)
+        if duration is None:
+            duration = self._known[like] = self._work_out(task)
+        return duration
+
+    def _work_out(self, task: Task) -> int:
         costs, first, last = self._costs, task.layer_first, task.layer_last
         speed = self._host_speed if task.gpu is None else self._speeds[task.gpu]
         duration: float
@@ -73,7 +81,8 @@ class CostDurations:
             case TaskKind.BACKWARD_WEIGHT:
                 duration = costs.backward_weight_ns(first, last, task.batch_size)
             case TaskKind.UPDATE:
-                duration = costs.update_ns(first, last, _update_phase(task)) * self._updated(task)
+                phase = Phase.UPDATE_CPU if task.gpu is None else Phase.UPDATE_GPU
+                duration = costs.update_ns(first, last, phase) * self._updated(task)
             case _:
                 raise ValueError(f"{task} does not compute")
         return round(duration / speed)
@@ -85,7 +94,7 @@ class CostDurations:
         """Bytes of host memory that an update or a reduction in the host reads and writes."""
         if task.kind is TaskKind.REDUCE:
             return (self._replicas + 1) * self._costs.gradient_bytes(task.layer_first, task.layer_last)
-        return self._costs.update_bytes(task.layer_first, task.layer_last)
+        return round(self._costs.update_bytes(task.layer_first, task.layer_last) * self._updated(task))
 
 
 def recompute_ns(task: Task, costs: Costs) -> int:
@@ -104,25 +113,21 @@ def forward_share(task: Task, costs: Costs) -> float:
 def used_durations(tasks: Iterable[Task]) -> set[tuple[Phase, int]]:
     """The (phase, microbatch size) pairs that tasks ask a trace for, as :meth:`Costs.tally` wants them."""
     used: set[tuple[Phase, int]] = set()
-    for task in tasks:
-        match task.kind:
+    for kind, size, on_host in {(task.kind, task.batch_size, task.gpu is None) for task in tasks}:
+        match kind:
             case TaskKind.FORWARD | TaskKind.RECOMPUTE:
-                used.add((Phase.FORWARD, task.batch_size))
+                used.add((Phase.FORWARD, size))
             case TaskKind.BACKWARD:
-                used |= {(Phase.FORWARD, task.batch_size), (Phase.BACKWARD, task.batch_size)}
+                used |= {(Phase.FORWARD, size), (Phase.BACKWARD, size)}
             case TaskKind.BACKWARD_INPUT:
-                used |= {(Phase.FORWARD, task.batch_size), (Phase.BACKWARD_INPUT, task.batch_size)}
+                used |= {(Phase.FORWARD, size), (Phase.BACKWARD_INPUT, size)}
             case TaskKind.BACKWARD_WEIGHT:
-                used.add((Phase.BACKWARD_WEIGHT, task.batch_size))
+                used.add((Phase.BACKWARD_WEIGHT, size))
             case TaskKind.UPDATE:
-                used.add((_update_phase(task), 0))
+                used.add((Phase.UPDATE_CPU if on_host else Phase.UPDATE_GPU, 0))
             case _:
                 pass
     return used
-
-
-def _update_phase(task: Task) -> Phase:
-    return Phase.UPDATE_CPU if task.gpu is None else Phase.UPDATE_GPU
 
 
 class Flow(NamedTuple):
@@ -142,6 +147,9 @@ class Demand(NamedTuple):
     flows: tuple[Flow, ...]
 
 
+_COPIES = (TaskKind.SWAP_IN, TaskKind.SWAP_OUT, TaskKind.P2P)
+
+
 class Demands:
     """What each task of one schedule takes on a machine; worked out once."""
 
@@ -150,10 +158,11 @@ class Demands:
         self._durations = durations
         self._host, self._ring = machine.host, self.fabric.ring(gpus)
         self._known: dict[int, Demand] = {}
-        self._copies: dict[tuple[int | None, int | None, int, bool], Demand] = {}
+        self._lasting: dict[int, Demand] = {}
+        self._copies: dict[tuple[TaskKind, int | None, int | None, int], Demand] = {}
 
     def of_all(self, tasks: Iterable[Task]) -> list[Demand]:
-        """What each of them takes. Copies over one route, of the same size, have the same object."""
+        """What each of them takes. What lasts equally long, and copies over one route of one size, are one object."""
         return [self.of(task) for task in tasks]
 
     def of(self, task: Task) -> Demand:
@@ -164,11 +173,13 @@ class Demands:
         return demand
 
     def _work_out(self, task: Task) -> Demand:
+        if task.kind in _COPIES:
+            like = (task.kind, task.gpu, task.peer, task.bytes)
+            return self._copies.get(like) or self._copies.setdefault(like, self._copy(task))
+        if task.gpu is not None:
+            duration = self._durations.compute_ns(task)
+            return self._lasting.get(duration) or self._lasting.setdefault(duration, Demand(duration, ()))
         match task.kind:
-            case TaskKind.SWAP_IN | TaskKind.SWAP_OUT | TaskKind.P2P:
-                return self._copy(task)
-            case TaskKind.UPDATE if task.gpu is None:
-                return self._in_host(self._durations.compute_ns(task), self._durations.host_bytes(task))
             case TaskKind.ALLREDUCE | TaskKind.REDUCE_SCATTER | TaskKind.ALL_GATHER:
                 delay_ns = max((edge.delay_ns for edge in self._ring), default=0)
                 return Demand(delay_ns, tuple(Flow(edge, task.bytes / len(self._ring)) for edge in self._ring))
@@ -176,15 +187,11 @@ class Demands:
                 size = self._durations.host_bytes(task)
                 return self._in_host(size / self._host.dram_bandwidth * NS_PER_S, size)
             case _:
-                return Demand(self._durations.compute_ns(task), ())
+                return self._in_host(self._durations.compute_ns(task), self._durations.host_bytes(task))
 
     def _copy(self, task: Task) -> Demand:
-        key = (task.gpu, task.peer, task.bytes, task.kind is TaskKind.SWAP_IN)
-        demand = self._copies.get(key)
-        if demand is None:
-            route = self._find_route(task)
-            demand = self._copies[key] = Demand(route.delay_ns, (Flow(route, task.bytes),))
-        return demand
+        route = self._route(task)
+        return Demand(route.delay_ns, (Flow(route, task.bytes),))
 
     def _in_host(self, alone_ns: float, size: int) -> Demand:
         """Work in the host that takes ``alone_ns`` when it is alone."""
@@ -204,7 +211,7 @@ class Demands:
         seconds = [size / self.fabric.uncontended_rate(route, size) for route, size in demand.flows]
         return demand.delay_ns + floor_ns(max(seconds, default=0.0))
 
-    def _find_route(self, task: Task) -> Route:
+    def _route(self, task: Task) -> Route:
         match task.kind, task.gpu, task.peer:
             case TaskKind.SWAP_IN, int(gpu), None:
                 return self.fabric.swap_in(gpu)

@@ -100,10 +100,9 @@ class Run:
         while (now := self._next_moment()) is not None:
             yield env.timeout(now - env.now)
             self._fluid.advance(now)
-            self._end_flows(now)
-            while self._due and self._due[0][0] == now:
-                self._start_flows(now)
+            while self._fluid.finished or (self._due and self._due[0][0] == now):
                 self._end_flows(now)
+                self._start_flows(now)
             if self._urgency is not None:
                 self._urgency.look(now)
 
@@ -117,13 +116,14 @@ class Run:
         return min(moments, default=None)
 
     def _start_flows(self, now: int) -> None:
-        """Start the flows of the task that is due."""
-        _, task = heappop(self._due)
-        streams = self._shared[task].streams
-        rank = self._urgency.rank(task) if self._urgency is not None else 0
-        self._under_way[task] = len(streams)
-        for number, (loads, size, cap) in enumerate(streams):
-            self._fluid.start(now, (task, number), loads, size, cap, rank)
+        """Start the flows of the tasks that are due."""
+        while self._due and self._due[0][0] == now:
+            _, task = heappop(self._due)
+            streams = self._shared[task].streams
+            rank = self._urgency.rank(task) if self._urgency is not None else 0
+            self._under_way[task] = len(streams)
+            for number, (loads, size, cap) in enumerate(streams):
+                self._fluid.start(now, (task, number), loads, size, cap, rank)
 
     def _end_flows(self, now: int) -> None:
         """Tasks end with the last of their flows."""

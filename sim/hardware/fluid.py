@@ -109,11 +109,6 @@ class _Flow:
     def left_at(self, now_ns: float) -> float:
         return self.left - self.rate * (now_ns - self.since_ns)
 
-    def change_rate(self, rate: float, now_ns: float) -> None:
-        self.left -= self.rate * (now_ns - self.since_ns)
-        self.since_ns, self.rate = now_ns, rate
-        self.ends_ns = now_ns + self.left / rate if rate else math.inf
-
 
 class Fluid:
     """Flows in flight over resources of ``capacities`` (bytes/s each).
@@ -154,7 +149,8 @@ class Fluid:
         if not 0 <= bytes < math.inf:
             raise ValueError(f"flow {flow!r} has {bytes} bytes to send")
         kind = self._class(loads, cap / NS_PER_S, rank)
-        self.advance(now_ns)
+        if now_ns > self._now:
+            self.advance(now_ns)
         if bytes == 0:
             self.finished[flow] = self._now
             return
@@ -222,7 +218,9 @@ class Fluid:
         for flow in self._flows.values():
             rate = rates[flow.kind]
             if rate != flow.rate:
-                flow.change_rate(rate, now)
+                flow.left -= flow.rate * (now - flow.since_ns)
+                flow.since_ns, flow.rate = now, rate
+                flow.ends_ns = now + flow.left / rate if rate else math.inf
             if flow.ends_ns < next_end:
                 next_end = flow.ends_ns
         self._next_end = next_end
