@@ -29,10 +29,12 @@ class Stream(NamedTuple):
 
 class Shared(NamedTuple):
     """Work that others may slow: ``delay_ns`` first, then all ``streams`` at once, and it ends with the last of them,
-    but no sooner than ``least_ns`` after the delay."""
+    but no sooner than ``least_ns`` after the delay. A single stream that is alone takes ``alone_ns``; several may slow
+    each other (None)."""
 
     delay_ns: int
     least_ns: int
+    alone_ns: int | None
     streams: tuple[Stream, ...]
 
 
@@ -60,16 +62,15 @@ class Contention:
                 self.durations_ns.append(work.delay_ns + work.least_ns)
 
     def _shared(self, demand: Demand) -> Shared:
-        streams: list[Stream] = []
-        least_ns = 0
-        for flow in demand.flows:
-            loads = tuple(load for load in flow.route.loads if load[0] in self._contested)
-            if loads:
-                streams.append(Stream(loads, flow.bytes, self._cap(flow)))
-            else:
-                rate = self._fabric.uncontended_rate(flow.route, flow.bytes) / NS_PER_S
-                least_ns = max(least_ns, whole_ns(flow.bytes / rate))
-        return Shared(demand.delay_ns, least_ns, tuple(streams))
+        alone_ns = [self._alone_ns(flow) for flow in demand.flows]
+        loads = [tuple(load for load in flow.route.loads if load[0] in self._contested) for flow in demand.flows]
+        each = list(zip(demand.flows, loads, alone_ns, strict=True))
+        streams = tuple(Stream(own, flow.bytes, self._cap(flow)) for flow, own, _ in each if own)
+        least_ns = max([alone for _, own, alone in each if not own], default=0)
+        return Shared(demand.delay_ns, least_ns, max(alone_ns) if len(streams) == 1 else None, streams)
+
+    def _alone_ns(self, flow: Flow) -> int:
+        return whole_ns(flow.bytes / self._fabric.uncontended_rate(flow.route, flow.bytes) * NS_PER_S)
 
     def _cap(self, flow: Flow) -> float:
         """The flow's own, and what the resources allow that are never full."""

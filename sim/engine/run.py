@@ -58,6 +58,7 @@ class Run:
             if not awaited:
                 self._set_out(task)
         self._spread()
+        self._pass_alone()
         if self._due:
             env = simpy.Environment()
             env.process(self._clock(env))
@@ -95,6 +96,19 @@ class Run:
                 if not awaited[later]:
                     self._set_out(later)
 
+    def _pass_alone(self) -> None:
+        """While no flow is under way, let go those that will have ended before the next one starts."""
+        due = self._due
+        while due and not self._under_way:
+            start, task = due[0]
+            alone_ns = self._shared[task].alone_ns
+            if alone_ns is None or any(start + alone_ns > other for other, _ in due[1:3]):  # a heap: the next is there
+                return
+            heappop(due)
+            self._ends[task] = start + alone_ns
+            self._known.append(task)
+            self._spread()
+
     def _clock(self, env: simpy.Environment) -> Generator[simpy.Event, None, None]:
         """The process that lets time pass."""
         while (now := self._next_moment()) is not None:
@@ -105,15 +119,17 @@ class Run:
                 self._start_flows(now)
             if self._urgency is not None:
                 self._urgency.look(now)
+            self._pass_alone()
 
     def _next_moment(self) -> int | None:
         """When a flow starts or ends, or may become urgent; None if no flow is left."""
-        moments = [self._due[0][0]] if self._due else []
-        if (end := self._fluid.next_end()) < math.inf:
-            moments.append(whole_ns(end))
-        if moments and self._urgency is not None and (look := self._urgency.next_look()) is not None:
-            moments.append(look)
-        return min(moments, default=None)
+        moment: float = self._due[0][0] if self._due else math.inf
+        end = self._fluid.next_end()
+        if end < moment:
+            moment = whole_ns(end)
+        if self._urgency is not None and moment < math.inf:
+            moment = min(moment, self._urgency.next_look())
+        return None if moment == math.inf else int(moment)
 
     def _start_flows(self, now: int) -> None:
         """Start the flows of the tasks that are due."""

@@ -10,6 +10,7 @@ stands still until it has ended. Behind a task that computes nothing is urgent: 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -42,9 +43,9 @@ class Urgency:
         if (following := self._next.get(task)) is not None:
             heappush(self._looks, (at, following))
 
-    def next_look(self) -> int | None:
-        """When :meth:`look` has to be called next, as far as that is known."""
-        return self._looks[0][0] if self._looks else None
+    def next_look(self) -> float:
+        """When :meth:`look` has to be called next, as far as that is known; until then, infinity."""
+        return self._looks[0][0] if self._looks else math.inf
 
     def look(self, now: int) -> None:
         """Make urgent what lanes that stand still at this time wait for."""

@@ -163,4 +163,4 @@ def test_a_stream_keeps_what_the_copys_size_reaches() -> None:
     slow = replace(slow, gpus=tuple(replace(gpu, efficiency=((100, 0.25), (200, 0.5))) for gpu in slow.gpus))
     swaps = [(TaskKind.SWAP_IN, {"gpu": gpu, "bytes": 400}) for gpu in (0, 1)]
     shared = copies(slow, *swaps).shared
-    assert shared[0] == Shared(7, 0, (Stream(shared[0].streams[0].loads, 400, 0.5e9),))
+    assert shared[0] == Shared(7, 0, 800, (Stream(shared[0].streams[0].loads, 400, 0.5e9),))
