@@ -50,6 +50,13 @@ def test_the_update_of_a_shard_takes_its_part_of_the_weights() -> None:
     assert parts == [round(whole * part / 300) for part in (176, 124)]
 
 
+def test_the_update_of_a_shard_in_the_host_moves_its_part_of_the_bytes() -> None:
+    whole = demand(TaskKind.UPDATE, (0, 1), gpu=None)
+    parts = [demand(TaskKind.UPDATE, (0, 1), gpu=None, shard=shard) for shard in (0, 1)]
+    assert sum(part.flows[0].bytes for part in parts) == whole.flows[0].bytes
+    assert all(part.flows[0].bytes < whole.flows[0].bytes for part in parts)
+
+
 def test_a_reduction_takes_host_memory() -> None:
     """Two gradients of 200 bytes are read, and one written."""
     assert demand(TaskKind.REDUCE, 1, gpu=None) == Demand(0, (Flow(FABRIC.host_memory(1e12), 600),))
