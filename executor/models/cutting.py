@@ -33,7 +33,7 @@ class Piece:
 
 
 def cut(model: nn.Module, units: Sequence[Unit], transcript: Transcript) -> list[Piece]:
-    """The layers of a recorded model. They hold its own modules and parameters.
+    """The layers of a model whose forward was written down. They hold its own modules and parameters.
 
     Raises ModelError for a value that would have to pass between layers and cannot.
     """

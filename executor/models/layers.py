@@ -2,7 +2,7 @@
 
 A layer is a module that turns what reaches it, one tensor or several, into what passes on, samples first; the loss
 layer turns (logits, labels) into a scalar. :func:`decompose` finds the layers without changing the model, whose own
-modules they call: an ``nn.Sequential`` has a layer per child, and of any other model the forward is recorded
+modules they call: an ``nn.Sequential`` has a layer per child, and of any other model the forward is written down
 (``transcript.py``) and cut between its blocks (``blocks.py``, ``cutting.py``).
 """
 
