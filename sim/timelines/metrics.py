@@ -122,7 +122,8 @@ def fragmentation(timeline: Timeline) -> list[float]:
     """For each GPU the share of its planned peak that gaps between buffers take: 1 - held / peak.
 
     The planned peak is the highest address that the plan needs, held is the most that buffers take at once in the
-    schedule's total order. Plans that count buffers instead of placing them have no gaps.
+    schedule's total order. Plans that count buffers instead of placing them have no gaps. Where memory is scarce there
+    are hardly any; where there is room, a hole that was freed just now is left alone, so that nothing waits for it.
     """
     info = timeline.info
     return [
