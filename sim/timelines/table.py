@@ -55,15 +55,17 @@ _WORDS: Mapping[str, tuple[type[Enum], bool]] = {
 def task_table(schedule: Schedule, steps: Sequence[StepTimes]) -> pd.DataFrame:
     """A row per step and task, in that order. Raises ValueError unless every step has a time for each task."""
     tasks, count = schedule.tasks, len(steps)
+    words: dict[Enum | None, str | None] = {word: word.value for kind in (TaskKind, Lane, TensorKind) for word in kind}
+    words[None] = None
     fixed: dict[str, list[Any]] = {
         "task": [task.id for task in tasks],
-        "kind": [task.kind.value for task in tasks],
+        "kind": [words[task.kind] for task in tasks],
         "gpu": [task.gpu for task in tasks],
-        "lane": [task.lane.value for task in tasks],
+        "lane": [words[task.lane] for task in tasks],
         "layer_first": [task.layer_first for task in tasks],
         "layer_last": [task.layer_last for task in tasks],
         "microbatch": [task.microbatch for task in tasks],
-        "tensor_kind": [task.tensor_kind.value if task.tensor_kind else None for task in tasks],
+        "tensor_kind": [words[task.tensor_kind] for task in tasks],
         "peer": [task.peer for task in tasks],
     }
     said = [task.bytes for task in tasks]
@@ -94,12 +96,14 @@ def frame(columns: Mapping[str, Any], types: Mapping[str, str]) -> pd.DataFrame:
     return pd.DataFrame({name: pd.Series(columns[name], dtype=dtype) for name, dtype in types.items()})
 
 
-def check_tables(tasks: pd.DataFrame, memory: pd.DataFrame, steps: int, source: str) -> None:
-    """Raise TimelineError unless both tables have their columns, known words, all steps, and no task ends early."""
-    for table, types, what in ((tasks, TASK_COLUMNS, "task table"), (memory, MEMORY_COLUMNS, "memory table")):
-        check_columns(table.columns, types, f"{source}: {what}")
-        for name in types.keys() & _WORDS.keys():
-            _check_words(table[name], name, f"{source}: {what}")
+def check_memory_table(memory: pd.DataFrame, source: str) -> None:
+    """Raise TimelineError unless it has its columns and known words."""
+    _check_table(memory, MEMORY_COLUMNS, f"{source}: memory table")
+
+
+def check_task_table(tasks: pd.DataFrame, steps: int, source: str) -> None:
+    """Raise TimelineError unless it has its columns, known words and all steps, and no task ends early."""
+    _check_table(tasks, TASK_COLUMNS, f"{source}: task table")
     found = sorted(int(step) for step in tasks["step"].unique())
     if found != list(range(steps)):
         raise TimelineError(f"{source}: has steps {found}, but its header says {steps}; they must be 0 … {steps - 1}")
@@ -110,6 +114,12 @@ def check_tables(tasks: pd.DataFrame, memory: pd.DataFrame, steps: int, source: 
             f"{source}: step {step}, task {task} ends at {end} ns, before its start at {start} ns "
             f"({len(early)} such row(s))"
         )
+
+
+def _check_table(table: pd.DataFrame, types: Mapping[str, str], source: str) -> None:
+    check_columns(table.columns, types, source)
+    for name in types.keys() & _WORDS.keys():
+        _check_words(table[name], name, source)
 
 
 def check_columns(found: Iterable[Any], types: Mapping[str, str], source: str) -> None:

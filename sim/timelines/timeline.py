@@ -6,8 +6,9 @@ The task table has a row per step and task, the memory table one per step and al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -28,7 +29,7 @@ from .critical_path import CriticalPath
 from .files import Tables, read_tables, write_tables
 from .held import Peaks, held_at_peaks
 from .replay import StepTimes, memory_changes
-from .table import check_tables, memory_table, task_table
+from .table import check_memory_table, check_task_table, memory_table, task_table
 
 Source = Literal["simulated", "measured"]
 
@@ -100,15 +101,26 @@ class TimelineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
-    """What happened when. ``frame`` and ``memory`` are shared, not copied: change neither."""
+    """What happened when. ``frame`` and ``memory`` are shared, not copied: change neither.
+
+    ``memory_source`` is the memory table, or makes it when it is first asked for.
+    """
 
     info: TimelineInfo
     frame: pd.DataFrame
-    memory: pd.DataFrame
+    memory_source: pd.DataFrame | Callable[[], pd.DataFrame]
 
     def __post_init__(self) -> None:
         """Raises TimelineError if the tables lack columns, steps, or order."""
-        check_tables(self.frame, self.memory, self.info.steps, f"timeline of {self.info.model}")
+        source = f"timeline of {self.info.model}"
+        check_task_table(self.frame, self.info.steps, source)
+        if isinstance(self.memory_source, pd.DataFrame):
+            check_memory_table(self.memory_source, source)
+
+    @cached_property
+    def memory(self) -> pd.DataFrame:
+        """The memory table."""
+        return self.memory_source if isinstance(self.memory_source, pd.DataFrame) else self.memory_source()
 
     @classmethod
     def from_times(cls, schedule: Schedule, info: TimelineInfo, steps: Sequence[StepTimes]) -> Timeline:
@@ -117,7 +129,7 @@ class Timeline:
         alone, together = changes[: info.alone.stop], changes[info.alone.stop :]
         runs = [*alone, sorted(chain.from_iterable(together), key=attrgetter("time_ns"))] if together else alone
         known = msgspec.structs.replace(info, held_at_peak=held_at_peaks(schedule, runs))
-        return cls(known, task_table(schedule, steps), memory_table(changes))
+        return cls(known, task_table(schedule, steps), partial(memory_table, changes))
 
     @property
     def step_times_ns(self) -> list[int]:

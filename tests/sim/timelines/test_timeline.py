@@ -60,6 +60,21 @@ def test_memory_rows_by_time_with_the_host_as_minus_one() -> None:
     assert int(memory["delta_bytes"].sum()) == 0
 
 
+def test_the_memory_table_is_made_once_and_only_when_asked_for() -> None:
+    made = timeline(TIMES)
+    asked: list[pd.DataFrame] = []
+
+    def make() -> pd.DataFrame:
+        asked.append(made.memory)
+        return made.memory
+
+    lazy = Timeline(made.info, made.frame, make)
+    assert not asked
+    assert lazy.memory is lazy.memory
+    assert len(asked) == 1
+    assert lazy == made
+
+
 def test_bytes_really_copied_come_before_what_tasks_say() -> None:
     copied = [task.bytes + 1 for task in SCHEDULE.tasks]
     frame = timeline(StepTimes(TIMES.start_ns, TIMES.end_ns, copied_bytes=copied)).frame
