@@ -61,6 +61,7 @@ COMMANDS = [
     ("calibrate",),
     ("machines",),
     ("trace", "show"),
+    ("trace", "export"),
     ("search",),
     ("simulate",),
     ("run",),

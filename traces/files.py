@@ -29,6 +29,7 @@ __all__ = [
     "check_writable",
     "load_trace",
     "make_folder",
+    "refusals_of",
     "save_trace",
     "shipped_traces",
     "write_atomically",
@@ -100,14 +101,14 @@ def check_writable(path: str | Path) -> None:
 
 def make_folder(path: str | Path) -> None:
     """Make a folder and those above it, if they are not there. Raises FileError if the system refuses."""
-    with _refusals_of(Path(path)):
+    with refusals_of(Path(path)):
         Path(path).mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
 def _place_for(path: Path) -> Iterator[Path]:
     """Where to write what shall become ``path``: a file beside it, gone afterwards; or what is there and is none."""
-    with _refusals_of(path):
+    with refusals_of(path):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if path.exists() and not path.is_file():
@@ -121,7 +122,8 @@ def _place_for(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _refusals_of(path: Path) -> Iterator[None]:
+def refusals_of(path: Path) -> Iterator[None]:
+    """Turn what the system refuses while ``path`` is written into a FileError."""
     try:
         yield
     except OSError as error:

@@ -1,9 +1,9 @@
-"""Commands about traces: import, show."""
+"""Commands about traces: import, show, export."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,7 +17,7 @@ commands.add_typer(trace_commands, name="trace")
 
 @commands.command("import", epilog="Example: harmony import gtx1080ti/gpt2_xl -o gpt2-xl.json")
 def import_(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A folder of CSV tables.")],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A folder of tables, or a profile of the artifact.")],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="T.json", help="Trace to write.")],
     model: Annotated[str | None, typer.Option("--model", help="The model's name; default as the source says")] = None,
     device: Annotated[
@@ -54,3 +54,20 @@ def trace_show(trace: TraceName, as_json: Json = False) -> None:
 
     summary = summarize(load_trace(trace))
     Output(as_json).result(summary, *trace_tables(summary))
+
+
+@trace_commands.command("export", epilog="Example: harmony trace export gpt2-xl@gtx-1080-ti -o gpt2-xl")
+def trace_export(
+    trace: TraceName,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="New folder for the tables.")],
+    kind: Annotated[Literal["csv", "parquet"], typer.Option("--format", help="Of the tables.")] = "csv",
+    as_json: Json = False,
+) -> None:
+    """Write a trace as tables, which harmony import reads."""
+    from traces.files import load_trace
+    from traces.importing.trace_tables import write_trace
+
+    out = Output(as_json)
+    write_trace(load_trace(trace), output, kind)
+    out.say(f"wrote {output}")
+    out.result({"output": str(output), "files": sorted(path.name for path in output.iterdir())})

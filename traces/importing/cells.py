@@ -53,6 +53,7 @@ class Whole:
 
     def value(self, text: str, heading: str) -> int:
         """The number."""
+        text = text.strip()
         if not _WHOLE.fullmatch(text) or not self.least <= int(text) <= self.most:
             raise ValueError(f"write a whole number from {self.least} to {self.most}")
         return int(text)
@@ -72,7 +73,7 @@ class Duration:
 
     def value(self, text: str, heading: str) -> Decimal:
         """Nanoseconds, exactly as written."""
-        unit = heading.rpartition("_")[2]
+        text, unit = text.strip(), heading.rpartition("_")[2]
         if not _NUMBER.fullmatch(text) or (duration_ns := Decimal(text) * NS_PER_UNIT[unit]) > _MOST:
             raise ValueError(f"write a time in {unit} that is finite, not negative, and at most {_MOST / 1e9:.2g} s")
         return duration_ns
@@ -93,9 +94,9 @@ class Choice:
 
     def value(self, text: str, heading: str) -> str:
         """The word."""
-        if text not in self.choices:
+        if text.strip() not in self.choices:
             raise ValueError(f"write one of {', '.join(self.choices)}")
-        return text
+        return text.strip()
 
 
 def without_unit(heading: str, columns: Iterable[Column]) -> Duration | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from msgspec import structs
+
 from ..checks import check_trace
 from ..errors import TraceError
 from ..schema import Trace
-from . import pickles, profile_tables
+from . import pickles, profile_tables, trace_tables
 from .derivation import notes_on, trace_of
 from .profile import LayerProfile
 
@@ -30,22 +32,19 @@ def import_trace(
 ) -> Imported:
     """Read a trace from what others measured. What is given by name here stands in for what the source says, or lacks.
 
-    Sources: a folder of CSV tables (see ``profile_tables``), or of the public artifact's pickles (``pickles``).
+    Sources: a folder of profile tables (see ``profile_tables``), of the public artifact's pickles (``pickles``), or of
+    a trace's own tables (``trace_tables``).
 
     Raises TraceError for anything wrong with the source: which file, row or layer, column, and what was found.
     """
     path = Path(source)
     if not path.exists():
         raise TraceError(str(source), "", "no such file or folder")
-    read = _profile(path)
-    profile = replace(
-        read,
-        model=model or read.model,
-        device=device or read.device,
-        label_bytes_per_sample=(
-            read.label_bytes_per_sample if label_bytes_per_sample is None else label_bytes_per_sample
-        ),
-    )
+    named = {"model": model, "device": device, "label_bytes_per_sample": label_bytes_per_sample}
+    given = {name: value for name, value in named.items() if value is not None}
+    if trace_tables.is_trace_folder(path):
+        return Imported(structs.replace(trace_tables.read_trace(path), **given), ())
+    profile = replace(_profile(path), **given)  # type: ignore[arg-type]
     trace = trace_of(profile)
     check_trace(trace, str(source))
     return Imported(trace, notes_on(profile))
@@ -59,6 +58,6 @@ def _profile(path: Path) -> LayerProfile:
     raise TraceError(
         str(path),
         "",
-        f"is nothing that can be imported; a folder of tables has {', '.join(profile_tables.FILES.values())}, "
-        "one of the artifact's profiles has prof_TIME_FWDBWD.pickle",
+        f"is nothing that can be imported: a folder of profile tables has {', '.join(profile_tables.FILES.values())}; "
+        f"one of the artifact's profiles, prof_TIME_FWDBWD.pickle; one of a trace's tables, {trace_tables.HEADER}",
     )

@@ -55,15 +55,21 @@ class Table:
                 raise TraceError(self.source, self.where(row), f"is there already{as_row}; keep one of them")
         return found
 
-    def by_layer(self, layers: int) -> dict[tuple[Any, ...], list[Row]]:
-        """For the other keys' values, ascending, the row of each layer. Raises TraceError where one is missing."""
-        others = tuple(name for name in self.key if name != "layer")
-        groups: dict[tuple[Any, ...], dict[int, Row]] = {}
-        for row in self.by_key().values():
+    def of_layers(self, layers: int) -> list[Row]:
+        """All rows, by their keys. Raises TraceError for one that is there twice, or of a layer that there is not."""
+        by_key = self.by_key()
+        for row in by_key.values():
             if row["layer"] >= layers:
                 raise TraceError(
                     self.source, self.where(row), f"there is no layer {row['layer']}; layers are 0-{layers - 1}"
                 )
+        return [by_key[key] for key in sorted(by_key)]
+
+    def by_layer(self, layers: int) -> dict[tuple[Any, ...], list[Row]]:
+        """For the other keys' values, ascending, the row of each layer. Raises TraceError where one is missing."""
+        others = tuple(name for name in self.key if name != "layer")
+        groups: dict[tuple[Any, ...], dict[int, Row]] = {}
+        for row in self.of_layers(layers):
             groups.setdefault(tuple(row[name] for name in others), {})[row["layer"]] = row
         for values, found in groups.items():
             for layer in range(layers):
@@ -77,7 +83,7 @@ def read_table(path: Path, columns: Sequence[Column], key: tuple[str, ...]) -> T
     """Read and check a CSV or Parquet file. Raises TraceError for whatever is wrong with it."""
     rows: Iterator[tuple[int, list[str]]] = _parquet_rows(path) if path.suffix == ".parquet" else _csv_rows(path)
     _, header = next(rows, (1, []))
-    return checked(str(path), header, rows, columns, key)
+    return checked(str(path), [heading.strip() for heading in header], rows, columns, key)
 
 
 def checked(
@@ -150,7 +156,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     try:
         for cells in lines:
             if cells:
-                yield lines.line_num, [cell.strip() for cell in cells]
+                yield lines.line_num, cells
     except csv.Error as error:
         raise TraceError(str(path), f"row {lines.line_num}", f"is not CSV: {error}") from None
 

@@ -1,4 +1,4 @@
-"""Commands about traces: import, show."""
+"""Commands about traces: import, show, export."""
 
 from __future__ import annotations
 
@@ -89,6 +89,17 @@ def test_modelled_updates_beside_measured_passes_are_pointed_out(tmp_path: Path)
     searched = ("search", "t.json", "--machine", "4x1080ti", "--gpus", "2", "--minibatch", "4", "--processes", "1")
     found = json_of(*searched, "--policy", "dp-swap", "--max-simulated", "2")
     assert caveats[0] in found["notes"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_an_exported_trace_is_imported_as_it_was(kind: str) -> None:
+    found = json_of("trace", "export", "gpt2-xl@gtx-1080-ti", "-o", "tables", "--format", kind)
+    assert found["files"] == [f"layers.{kind}", f"sizes.{kind}", f"times.{kind}", "trace.json"]
+    assert json_of("import", "tables", "-o", "t.json")["notes"] == []
+    assert load_trace("t.json") == load_trace("gpt2-xl@gtx-1080-ti")
+    failed = harmony("trace", "export", "gpt2-xl@gtx-1080-ti", "-o", "tables")
+    assert failed.exit_code == 1
+    assert "tables: is there already" in failed.stderr
 
 
 @pytest.mark.skipif(not REFERENCE.exists(), reason="the measured profiles are not beside this checkout")
