@@ -143,10 +143,13 @@ def _cell(value: object) -> object:
 
 
 def _as_csv(rows: Sequence[dict[str, Any]]) -> bytes:
+    """Words are quoted, whatever is in them."""
     out = io.StringIO(newline="")
-    writer = csv.DictWriter(out, list(rows[0]) if rows else [], lineterminator="\n", quoting=csv.QUOTE_MINIMAL)
+    writer = csv.DictWriter(out, list(rows[0]) if rows else [], lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
     writer.writeheader()
-    writer.writerows({name: text_of(value) for name, value in row.items()} for row in rows)
+    writer.writerows(
+        {name: value if type(value) is int else text_of(value) for name, value in row.items()} for row in rows
+    )
     return out.getvalue().encode()
 
 

@@ -68,8 +68,8 @@ def test_a_shipped_trace_survives_to_the_byte(kind: Kind, tmp_path: Path) -> Non
 
 def test_names_with_commas_quotes_and_lines_survive(tmp_path: Path) -> None:
     trace = with_frozen(with_tied(skewed_trace(1, 4), (0, 2), 50), [1])
-    odd = replace(trace.layers[0], name=' a, "b"\nc ')
-    trace = replace(trace, layers=(odd, *trace.layers[1:]))
+    odd = replace(trace.layers[0], name=' a, "b"\nc\r')
+    trace = replace(trace, layers=(odd, *trace.layers[1:]), model="\r")
     write_trace(trace, tmp_path / "tables")
     assert import_trace(tmp_path / "tables").trace == in_order(trace)
 
