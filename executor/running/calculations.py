@@ -4,68 +4,34 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 
 from torch import Tensor, nn
 
-from sim.schedule import Interval, Schedule, Task, TaskKind, TensorKind
+from sim.schedule import Schedule, Task, TaskKind, TensorKind
 
 from ..devices.facade import Devices, Queue
 from ..errors import DifferentModel, WorkspaceOverrun
 from ..models.layers import LayerModel
 from .compute import Chance, GpuModel, LayerTensors, Tensors
+from .context import LossPart, StepContext
 from .layout import SlotKey
 from .optimizer import Moved, PackOptimizer, State
+from .parts import WeightPart
 from .places import Places
-from .recording import Memory, Recording, Region
+from .recording import Memory, Region
+from .roles import Roles, find_roles
 from .storage import StorageTracker
 
-_INPUTS = (TensorKind.DATA, TensorKind.STASH, TensorKind.ACTIVATION)
-_OUTPUTS = (TensorKind.STASH, TensorKind.ACTIVATION)
+_PASSES = (
+    TaskKind.FORWARD,
+    TaskKind.BACKWARD,
+    TaskKind.BACKWARD_INPUT,
+    TaskKind.BACKWARD_WEIGHT,
+    TaskKind.RECOMPUTE,
+)
 _SCALARS_BYTES = 64  # a loss and its factor: no part of a trace
-
-
-@dataclass(frozen=True)
-class LossPart:
-    """The loss of one microbatch, and the share of the minibatch that it counts for."""
-
-    first_sample: int
-    share: float
-    loss: Tensor
-
-
-@dataclass(frozen=True)
-class StepContext:
-    """What the calculations of one step share. ``losses`` fills up; ``recordings`` are forwards whose backwards do not
-    repeat them. With ``checks_memory`` workspaces are measured."""
-
-    number: int
-    checks_memory: bool
-    losses: list[LossPart] = field(default_factory=list)
-    recordings: dict[tuple[range, Interval], Recording] = field(default_factory=dict)
-
-    def loss(self) -> float:
-        """The loss of the minibatch, once the step has ended; added in the order of the samples."""
-        parts = sorted(self.losses, key=lambda part: part.first_sample)
-        return sum([part.share * part.loss.item() for part in parts])
-
-
-@dataclass(frozen=True)
-class _Roles:
-    """What each buffer of a forward or backward task is to it (ids)."""
-
-    weights: int | None
-    buffers: int | None
-    inputs: tuple[int, ...]  # x of the first layer; the labels, if the last layer is the loss
-    incoming: int | None
-    gradient: int | None
-    outgoing: int | None
-    outputs: dict[int, list[int]]  # where x(l) goes, by l
-    saved: int | None  # what autograd saved in a forward that its backward does not repeat
-    workspace_bytes: int
-    layers: range
-    samples: Interval
 
 
 class Calculations:
@@ -97,8 +63,7 @@ class Calculations:
             for task in schedule.copies(TaskKind.BACKWARD)
             if not task.recompute
         )
-        passes = schedule.copies(TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.RECOMPUTE)
-        self._roles = {task.id: self._find_roles(task) for task in passes}
+        self._roles = {task.id: find_roles(task, self._buffers, self._loss_layer) for task in schedule.copies(*_PASSES)}
         self._users: dict[nn.Parameter, list[tuple[int, SlotKey]]] = {}
         for index, layer in enumerate(model.layers):
             for name, parameter in layer.trainable.items():
@@ -146,8 +111,7 @@ class Calculations:
         first_time = roles.layers[-1] not in self._run_forward
 
         def work() -> None:
-            if roles.gradient in task.allocates:
-                self._places.block(roles.gradient).bytes.zero_()
+            self._start_gradient(task, roles)
             if roles.incoming is None and roles.layers[-1] != self._loss_layer:
                 return  # what comes out has no gradient
             incoming = self._share(roles) if roles.incoming is None else self._tensors(roles.incoming)
@@ -162,9 +126,40 @@ class Calculations:
                 )
                 if loss is not None and first_time:
                     self._record_loss(roles, loss, context)
-            if roles.outgoing is not None:
-                for target, gradient in zip(self._tensors(roles.outgoing), gradients, strict=True):
-                    target.zero_() if gradient is None else target.copy_(gradient)
+            self._hand_on(roles, gradients)
+
+        self._run(task, queue, context, work)
+
+    def backward_input(self, task: Task, queue: Queue, context: StepContext) -> None:
+        """The first part of a backward: repeat a pack's forward and write the gradient of its input."""
+        roles, gpu = self._roles[task.id], _gpu(task)
+        chance = self._chance(roles, gpu, context)
+        first_time = roles.layers[-1] not in self._run_forward
+
+        def work() -> None:
+            gradients: list[Tensor | None] = []
+            weight_part = WeightPart()
+            if roles.incoming is not None or roles.layers[-1] == self._loss_layer:
+                incoming = self._share(roles) if roles.incoming is None else self._tensors(roles.incoming)
+                inputs = [tensor for number in roles.inputs for tensor in self._tensors(number)]
+                gradients, loss, weight_part = self._gpu_models[gpu].backward_input(
+                    roles.layers, inputs, incoming, self._layer_tensors(roles), chance, first_time=first_time
+                )
+                if loss is not None and first_time:
+                    self._record_loss(roles, loss, context)
+            context.weight_parts[gpu, roles.layers, roles.samples] = weight_part
+            self._hand_on(roles, gradients)
+
+        self._run(task, queue, context, work)
+
+    def backward_weight(self, task: Task, queue: Queue, context: StepContext) -> None:
+        """The second part of a backward: add to a pack's gradient."""
+        roles, gpu = self._roles[task.id], _gpu(task)
+
+        def work() -> None:
+            self._start_gradient(task, roles)
+            weight_part = context.weight_parts.pop((gpu, roles.layers, roles.samples))
+            weight_part.add_to(_gradients(self._layer_tensors(roles)))
 
         self._run(task, queue, context, work)
 
@@ -272,17 +267,30 @@ class Calculations:
                 work()
             if meter.peak_bytes > allowed:
                 raise WorkspaceOverrun(gpu, (roles.layers[0], roles.layers[-1]), meter.peak_bytes, allowed)
+            if roles.held_bytes and meter.live_bytes > (may_hold := roles.held_bytes + _SCALARS_BYTES):
+                raise WorkspaceOverrun(gpu, (roles.layers[0], roles.layers[-1]), meter.live_bytes, may_hold)
 
         queue.compute(measured)
 
-    def _chance(self, roles: _Roles, gpu: int, context: StepContext) -> Chance:
+    def _start_gradient(self, task: Task, roles: Roles) -> None:
+        """The first task that adds to a gradient starts from zero."""
+        if roles.gradient in task.allocates:
+            self._places.block(roles.gradient).bytes.zero_()
+
+    def _hand_on(self, roles: Roles, gradients: Sequence[Tensor | None]) -> None:
+        """Write the gradients of the input, if they go on to another pack; what has none is zero."""
+        if roles.outgoing is not None:
+            for target, gradient in zip_longest(self._tensors(roles.outgoing), gradients):
+                target.zero_() if gradient is None else target.copy_(gradient)
+
+    def _chance(self, roles: Roles, gpu: int, context: StepContext) -> Chance:
         return Chance(self._devices.generator(gpu), self._seed, context.number, roles.samples[0])
 
-    def _share(self, roles: _Roles) -> float:
+    def _share(self, roles: Roles) -> float:
         """What a microbatch's mean counts for in the minibatch's."""
         return (roles.samples[1] - roles.samples[0]) / self._minibatch
 
-    def _record_loss(self, roles: _Roles, loss: Tensor, context: StepContext) -> None:
+    def _record_loss(self, roles: Roles, loss: Tensor, context: StepContext) -> None:
         context.losses.append(LossPart(roles.samples[0], self._share(roles), loss.detach()))
 
     def _tensors(self, number: int) -> list[Tensor]:
@@ -301,7 +309,7 @@ class Calculations:
                 f"the schedule was made for {planned} B: profile this model with these batches and plan again"
             )
 
-    def _memory(self, roles: _Roles) -> Memory:
+    def _memory(self, roles: Roles) -> Memory:
         """Where a task's buffers are now, for what autograd saves."""
         regions = {
             Region.WEIGHTS: roles.weights,
@@ -311,7 +319,7 @@ class Calculations:
         }
         return {region: self._places.block(number).bytes for region, number in regions.items() if number is not None}
 
-    def _layer_tensors(self, roles: _Roles) -> dict[int, LayerTensors]:
+    def _layer_tensors(self, roles: Roles) -> dict[int, LayerTensors]:
         return {
             layer: LayerTensors(
                 weights=self._named(roles.weights, layer),
@@ -341,38 +349,6 @@ class Calculations:
     def _shard_views(self, shard: int, number: int, layer: int) -> dict[SlotKey, Tensor]:
         """What a shard has of a layer's tensors in a buffer of state, flat."""
         return self._places.shards.views(self._buffers[number], self._places.block(number).bytes, layer, shard)
-
-    def _find_roles(self, task: Task) -> _Roles:
-        layers, samples = range(task.layer_first, task.layer_last + 1), task.samples
-        assert samples is not None
-        outputs: dict[int, list[int]] = {}
-        for number in task.writes:
-            if self._buffers[number].kind in _OUTPUTS and not self._buffers[number].is_saved:
-                outputs.setdefault(self._buffers[number].layer_first, []).append(number)
-
-        def find(numbers: Sequence[int], kinds: Sequence[TensorKind], layer: int | None = None) -> int | None:
-            """The first buffer of one of these kinds (of x or g of this layer)."""
-            of_kind = [n for n in numbers if self._buffers[n].kind in kinds and not self._buffers[n].is_saved]
-            return next((n for n in of_kind if layer is None or self._buffers[n].layer_first == layer), None)
-
-        inputs = [find(task.reads, _INPUTS, layers[0])]
-        if layers[-1] == self._loss_layer:
-            inputs.append(find(task.reads, (TensorKind.DATA,), layers[-1] + 1))
-        return _Roles(
-            weights=find(task.reads, (TensorKind.WEIGHT,)),
-            buffers=find(task.reads, (TensorKind.BUFFER,)),
-            inputs=tuple([number for number in inputs if number is not None]),
-            incoming=find(task.reads, (TensorKind.ACTIVATION_GRADIENT,), layers[-1] + 1),
-            gradient=find(task.writes, (TensorKind.GRADIENT,)),
-            outgoing=find(task.writes, (TensorKind.ACTIVATION_GRADIENT,), layers[0]),
-            outputs=outputs,
-            saved=next((number for number in (*task.reads, *task.writes) if self._buffers[number].is_saved), None),
-            workspace_bytes=sum(
-                self._buffers[n].bytes for n in task.writes if self._buffers[n].kind is TensorKind.WORKSPACE
-            ),
-            layers=layers,
-            samples=samples,
-        )
 
 
 def _gpu(task: Task) -> int:

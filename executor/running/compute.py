@@ -2,14 +2,15 @@
 
 Each GPU has a skeleton of every layer's module, without memory. For a call the layer's tensors on the GPU are bound to
 it, and unbound afterwards. A graph of autograd lives only inside one backward task, while all that it saved of the
-GPU's buffers is held there; or it is a :class:`~executor.running.recording.Recording`, which holds no memory.
+GPU's buffers is held there; or in the two tasks of a backward in two parts (``parts.py``); or it is a
+:class:`~executor.running.recording.Recording`, which holds no memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import torch
@@ -18,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import ModelError
 from ..models.layers import LayerModel, LayerSpec, takes_gradient
+from .parts import WeightPart, input_part
 from .recording import Memory, Recording, SavedTensors, add_gradients, edges_of
 
 Tensors = tuple[Tensor, ...]
@@ -180,6 +182,42 @@ class GpuModel:
     def _values(self, first: int, inputs: Sequence[Tensor]) -> Tensors:
         return tuple(inputs[: len(self._specs[first].input_gradients)])
 
+    def backward_input(
+        self,
+        layers: range,
+        inputs: Sequence[Tensor],
+        output_gradient: Sequence[Tensor] | float,
+        tensors: Mapping[int, LayerTensors],
+        chance: Chance,
+        *,
+        first_time: bool,
+    ) -> tuple[list[Tensor | None], Tensor | None, WeightPart]:
+        """The first part of :meth:`backward`, and the second one, which adds to the layers' gradients."""
+        x, wanted = self._leaves(layers[0], inputs)
+        passed: list[tuple[int, list[Tensor], Sequence[Tensor]]] = []
+        with torch.enable_grad(), untouched(chance.generator):
+            for layer in layers:
+                args = *self._own_input(layer, x), *self._labels(layer, inputs)
+                y = self._call_apart(layer, args, tensors[layer], chance, keep_buffers=first_time)
+                passed.append((layer, wanted, self.taking(layer, y)))
+                if layer != layers[-1]:
+                    x, wanted = self._leaves(layer + 1, y)  # cuts the graph
+        loss = None
+        if isinstance(output_gradient, int | float):
+            (loss,) = (value.detach() for value in y)
+            output_gradient = [torch.full_like(loss, output_gradient)]
+        gradients: list[Tensor | None] = list(output_gradient)
+        del x, y
+        weight_part = WeightPart()
+        while passed:
+            layer, wanted, taking = passed.pop()
+            edges = edges_of(taking)
+            del taking
+            trained = {(layer, name): each for name, each in tensors[layer].weights.items() if each.requires_grad}
+            gradients, rest = input_part(edges, wanted, gradients, trained)
+            weight_part.extend(rest)
+        return gradients, loss, weight_part
+
     def _labels(self, layer: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         return inputs[-1:] if layer == len(self._layers) - 1 else ()
 
@@ -207,12 +245,25 @@ class GpuModel:
             )
         return output
 
+    def _call_apart(
+        self, layer: int, inputs: Sequence[Tensor], tensors: LayerTensors, chance: Chance, *, keep_buffers: bool
+    ) -> Tensors:
+        """As :meth:`_call`, for a graph that lives on when other microbatches change the layer's buffers."""
+        if not (keep_buffers and self._layers[layer].changes_buffers):
+            return self._call(layer, inputs, {layer: tensors}, chance, keep_buffers=keep_buffers)
+        copies = {name: buffer.clone() for name, buffer in tensors.buffers.items()}
+        output = self._call(layer, inputs, {layer: replace(tensors, buffers=copies)}, chance, keep_buffers=True)
+        for name, buffer in copies.items():
+            tensors.buffers[name].copy_(buffer)
+        return output
+
 
 class _Skeleton:
     """A layer's module without memory, and the places in it to which tensors are bound."""
 
     def __init__(self, layer: LayerSpec) -> None:
         self._layer = layer
+        self.changes_buffers = layer.changes_buffers
         self._module = layer.skeleton()
         self._unbound_weights = dict[str, Tensor](self._module.named_parameters())
         self._unbound_buffers = dict[str, Tensor](self._module.named_buffers())

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sim.errors import PlanError
 from sim.home import Ties
 from sim.schedule import Schedule, Task, TaskKind, TensorKind
 from sim.timelines.replay import MemoryChange, StepTimes
@@ -19,7 +18,8 @@ from ..devices.facade import Devices, Overruns, Queue
 from ..errors import DeviceError, DifferentModel
 from ..models.inputs import Inputs
 from ..models.layers import LayerModel
-from .calculations import Calculations, StepContext
+from .calculations import Calculations
+from .context import StepContext
 from .lanes import LaneRunner, Walked
 from .layout import HOME_KINDS, Layouts, StateEntries, layouts
 from .optimizer import PackOptimizer
@@ -51,7 +51,6 @@ class Session:
     ) -> None:
         self.schedule = schedule
         self._devices = devices
-        _check_whole(schedule)
         _check_size(schedule, model, devices)
         pack_optimizer = PackOptimizer(optimizer)
         updates_shards = any(task.shard is not None for task in schedule.copies(TaskKind.UPDATE))
@@ -127,6 +126,10 @@ class Session:
                 self._calculations.forward(task, queue, context)
             case TaskKind.BACKWARD:
                 self._calculations.backward(task, queue, context)
+            case TaskKind.BACKWARD_INPUT:
+                self._calculations.backward_input(task, queue, context)
+            case TaskKind.BACKWARD_WEIGHT:
+                self._calculations.backward_weight(task, queue, context)
             case TaskKind.UPDATE:
                 self._calculations.update(task, queue)
             case TaskKind.REDUCE:
@@ -197,11 +200,6 @@ def _ties(model: LayerModel) -> Ties:
         owner, *others = group.layers
         users[owner] = (*users.get(owner, ()), *others)
     return Ties(users)
-
-
-def _check_whole(schedule: Schedule) -> None:
-    if any(schedule.copies(TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT)):
-        raise PlanError("the schedule has backwards in two parts, which can be simulated but not run yet")
 
 
 def _check_size(schedule: Schedule, model: LayerModel, devices: Devices) -> None:

@@ -80,8 +80,8 @@ class GradientPath:
             self._reduce_on_gpus(sorted(ended, key=lambda group: group.gpu))
         if self._plan.update is UpdateOn.CPU:
             self._ready.add(group.pack)
-            while self._to_update and self._to_update[0] in self._ready:
-                self._update_on_host(self._to_update.pop(0))
+            while self._to_update and self._to_update[0] in self._ready and self._update_on_host(self._to_update[0]):
+                del self._to_update[0]
 
     def _write_replica(self, group: Group, gradient: int) -> None:
         size = self._costs.gradient_bytes(*group.pack)
@@ -151,13 +151,15 @@ class GradientPath:
         for layer in range(run[0], run[1] + 1):
             self._home.setdefault(layer, []).append(entry)
 
-    def _update_on_host(self, pack: Pack) -> None:
+    def _update_on_host(self, pack: Pack) -> bool:
+        """Update a pack if there is anything to update; False if gradients that it adds are not home yet."""
         if not any(self._costs.updates(layer) for layer in range(pack[0], pack[1] + 1)):
-            return
+            return True
         after: list[int] = []
         for run in [pack, *self._needs.partial_gradients(pack)]:
             entries = self.home(run)
             if entries is None:
-                raise AssertionError(f"the gradients of layers {run} are not home when pack {pack} is updated")
+                return False
             after.extend(entries)
         self._draft.add(TaskKind.UPDATE, (None, Lane.UPDATE), pack, after=after)
+        return True

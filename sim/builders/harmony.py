@@ -17,7 +17,7 @@ from ..plan import HarmonyPlan, UpdateOn
 from ..schedule import MemoryPlan, Schedule, TaskKind
 from .draft import assign_lifetimes, finish
 from .memory import GroupDoesNotFit, count_host, place
-from .order import Group, linearize, place_groups, split_packs, steps_by_gpu
+from .order import Group, contributors, linearize, place_groups, split_packs, steps_by_gpu
 from .store_bytes import store_by_kind
 from .transfers import Ahead, add_transfers
 from .update_order import update_order
@@ -27,7 +27,8 @@ def build_harmony(plan: HarmonyPlan, costs: Costs, machine: Machine) -> Schedule
     """Build the schedule. Raises DoesNotFit when a GPU or the host has too little memory for the plan."""
     updated = frozenset(pack for pack in plan.packs_bwd if any(map(costs.updates, range(pack[0], pack[1] + 1))))
     groups = place_groups(plan)
-    steps = linearize(plan, steps_by_gpu(plan, groups, updated, split_packs(plan, costs)))
+    sequences = steps_by_gpu(plan, groups, updated, split_packs(plan, costs))
+    steps = linearize(plan, sequences, contributors(plan, costs))
     caps = tuple(gpu.usable_bytes for gpu in machine.gpus)
     updates = update_order(plan, costs, machine, groups) if plan.update is UpdateOn.CPU else []
     ahead = _first_guess(plan, costs, groups, caps)

@@ -19,7 +19,7 @@ the GPU would wait, and the rest of them before its next group (N = 2, three mic
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from traces.costs import Costs
@@ -127,16 +127,34 @@ def steps_by_gpu(
     return sequences
 
 
-def linearize(plan: HarmonyPlan, sequences: Sequence[Sequence[Step]]) -> list[Step]:
+def contributors(plan: HarmonyPlan, costs: Costs) -> dict[Pack, frozenset[Pack]]:
+    """For each backward pack the others that use tied weights which it updates."""
+
+    def partners(pack: Pack) -> set[int]:
+        return {partner for layer in range(pack[0], pack[1] + 1) for partner in costs.tied_partners(layer)}
+
+    return {
+        pack: frozenset(
+            other
+            for other in plan.packs_bwd
+            if other != pack and not partners(pack).isdisjoint(range(other[0], other[1] + 1))
+        )
+        for pack in plan.packs_bwd
+    }
+
+
+def linearize(
+    plan: HarmonyPlan, sequences: Sequence[Sequence[Step]], adds: Mapping[Pack, frozenset[Pack]]
+) -> list[Step]:
     """One total order: list scheduling where every step takes one unit of time, GPUs ascending within a unit.
 
     Second parts of backwards are put in where a GPU's next step is not ready, or must not come before them.
 
     A step is ready when the steps that produce its input have ended: the previous pack's forward of its samples, the
-    next pack's backward of its samples, and, for an update, every backward of its pack. What is repeated has its input
-    once the forward has come so far.
+    next pack's backward of its samples, and, for an update, every backward of its pack and of those whose gradients it
+    ``adds``. What is repeated has its input once the forward has come so far.
     """
-    done = _Progress(plan)
+    done = _Progress(plan, adds)
     queues = [_Queue(sequence, plan.split_backward) for sequence in sequences]
     order: list[Step] = []
     while any(queues):
@@ -179,12 +197,15 @@ class _Queue:
 class _Progress:
     """Samples that each pack has seen, per direction. Microbatches end in order, so a count per share suffices."""
 
-    def __init__(self, plan: HarmonyPlan) -> None:
-        self._plan = plan
+    def __init__(self, plan: HarmonyPlan, adds: Mapping[Pack, frozenset[Pack]]) -> None:
+        self._plan, self._adds = plan, adds
+        self._with_gradient: set[Pack] = set()
         self._data_parallel = is_data_parallel(plan)
         self._seen: dict[tuple[TaskKind, int, int], int] = {}
 
     def add(self, step: Step) -> None:
+        if step.kind in (TaskKind.BACKWARD, TaskKind.BACKWARD_WEIGHT) and step.samples == step.group.pieces[-1]:
+            self._with_gradient.add(step.group.pack)
         if step.samples is not None and step.kind is not TaskKind.BACKWARD_WEIGHT:
             self._seen[self._key(step.group.kind, step.group.pack_index, step.gpu)] = step.samples[1]
 
@@ -206,9 +227,9 @@ class _Progress:
         return last < 0 or self._reached(TaskKind.FORWARD, last, step.gpu, stop)
 
     def _every_gpu_did(self, group: Group) -> bool:
-        """Whether the group's backward has ended on all GPUs that work on it."""
+        """Whether the group's backward has ended on all GPUs that work on it, and all whose gradients it adds."""
         if not self._data_parallel:
-            return True  # only the update's own GPU does, and it keeps its order
+            return self._adds[group.pack] <= self._with_gradient  # the update's own GPU keeps its order
         ends = [stop for _, stop in shares(self._plan.minibatch, self._plan.gpus)]
         return all(self._reached(group.kind, group.pack_index, gpu, stop) for gpu, stop in enumerate(ends))
 

@@ -75,6 +75,8 @@ def trace_of(
             saved_bytes=0,
             workspace_bytes=workspace_bytes,
             forward_workspace_bytes=workspace_bytes,
+            held_bytes=workspace_bytes,
+            parts_workspace_bytes=workspace_bytes,
         )
         for index in range(len(model))
         for u in microbatches

@@ -199,6 +199,10 @@ def plans(packs: tuple[tuple[Pack, ...], tuple[Pack, ...]], gpus: int) -> list[P
             for policy in (Policy.HARMONY_DP, Policy.HARMONY_PP)[: 2 * (gpus > 1)]
         ),
         *(
+            harmony(Policy.HARMONY_PP, gpus, sizes, packs, update=update, split_backward=sizes[1] - 1)
+            for sizes, update in sizes_and_updates[: len(sizes_and_updates) * (gpus > 1)]
+        ),
+        *(
             dp_swap(gpus, 3, residency=residency, writeback=writeback)
             for residency, writeback in product(Residency, Writeback)
         ),
@@ -254,6 +258,7 @@ def name_of(plan: Plan) -> str:
         "reduce",
         "slots",
         "gpu_order",
+        "split_backward",
         "residency",
         "writeback",
         "prefetch_depth",

@@ -27,7 +27,8 @@ def drawn(plan: HarmonyPlan, updated: frozenset = frozenset(), split: frozenset 
         TaskKind.BACKWARD_WEIGHT: "W",
         TaskKind.UPDATE: "U",
     }
-    steps = linearize(plan, steps_by_gpu(plan, place_groups(plan), updated, split))
+    sequences = steps_by_gpu(plan, place_groups(plan), updated, split)
+    steps = linearize(plan, sequences, dict.fromkeys(plan.packs_bwd, frozenset()))
     return " ".join(f"{step.gpu}:{letter[step.kind]}{step.group.pack_index}.{step.microbatch}" for step in steps)
 
 

@@ -19,7 +19,7 @@ from sim.timelines.critical_path import Cause
 from sim.validation.validate import validate
 from tests.sim.closed_forms import closed_forms, moved
 from traces.costs import Costs
-from traces.synthetic import skewed_trace, uniform_trace
+from traces.synthetic import skewed_trace, uniform_trace, with_tied
 
 FORWARD, BACKWARD = ((0, 0), (1, 2), (3, 4)), ((0, 1), (2, 4), (5, 6))
 TRACE = skewed_trace(1, 7)
@@ -119,9 +119,9 @@ def test_a_pipeline_whose_gpus_wait_ends_earlier_by_the_second_part_of_a_microba
 
 def test_the_critical_path_knows_their_recompute() -> None:
     split = schedule(gpus=2)
-    shares = simulate(split, TRACE, machine()).info.critical_path
-    assert sum(shares.values()) == pytest.approx(1)
+    shares = simulate(split, TRACE, machine()).summary()["critical_path"]
     assert shares[Cause.COMPUTE.value] > 0
+    assert shares[Cause.RECOMPUTE.value] > 0
 
 
 def test_what_must_be_held_may_not_fit() -> None:
@@ -135,6 +135,19 @@ def test_what_must_be_held_may_not_fit() -> None:
 def test_data_parallel_and_one_gpu_have_nothing_to_hand_on() -> None:
     for fields in ({"policy": Policy.HARMONY_DP, "reduce": Reduce.HOST}, {"gpus": 1}):
         assert not list(schedule(2, **fields).copies(*PARTS))
+
+
+@pytest.mark.parametrize("update", UpdateOn)
+@pytest.mark.parametrize("apart", [1, 3])
+def test_tied_weights_are_updated_after_the_second_parts_of_all_their_users(update: UpdateOn, apart: int) -> None:
+    """The first pack's backward ends before the last second part of the last pack, on another GPU."""
+    trace = with_tied(TRACE, (0, 5), 100_000)
+    for gpus in (2, 3):
+        split = build(plan(apart, gpus=gpus, update=update), trace, machine(gpus))
+        validate(split, trace)
+        updated = next(task.id for task in split.copies(TaskKind.UPDATE) if task.layer_first == 0)
+        users = [t.id for t in split.copies(TaskKind.BACKWARD_WEIGHT) if t.layer_first <= 5 <= t.layer_last]
+        assert max(users) < updated
 
 
 def test_packs_without_weights_have_one_part() -> None:

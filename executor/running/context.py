@@ -1,0 +1,39 @@
+"""What the calculations of one step share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from sim.schedule import Interval
+
+from .parts import WeightPart
+from .recording import Recording
+
+
+@dataclass(frozen=True)
+class LossPart:
+    """The loss of one microbatch, and the share of the minibatch that it counts for."""
+
+    first_sample: int
+    share: float
+    loss: Tensor
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What the calculations of one step share. ``losses`` fills up; ``recordings`` are forwards whose backwards do not
+    repeat them, ``weight_parts`` the second parts of backwards, by GPU, that have done their first. With
+    ``checks_memory`` workspaces are measured."""
+
+    number: int
+    checks_memory: bool
+    losses: list[LossPart] = field(default_factory=list)
+    recordings: dict[tuple[range, Interval], Recording] = field(default_factory=dict)
+    weight_parts: dict[tuple[int, range, Interval], WeightPart] = field(default_factory=dict)
+
+    def loss(self) -> float:
+        """The loss of the minibatch, once the step has ended; added in the order of the samples."""
+        parts = sorted(self.losses, key=lambda part: part.first_sample)
+        return sum([part.share * part.loss.item() for part in parts])
