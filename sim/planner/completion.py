@@ -18,7 +18,7 @@ from ..plan import HarmonyPlan, Pack, PagedPlan, Plan, Policy, UpdateOn, shares
 from ..schedule import Schedule
 from ..units import format_bytes
 from .choice import PlanChoice
-from .packing import Packer
+from .packing import Packer, packing_gpu
 
 
 def build_choice(choice: PlanChoice, policy: Policy, minibatch: int, costs: Costs, machine: Machine) -> Schedule:
@@ -48,7 +48,8 @@ def completions(choice: PlanChoice, policy: Policy, minibatch: int, costs: Costs
         return
     in_pipeline = policy is Policy.HARMONY_PP
     share = minibatch if in_pipeline else max(stop - start for start, stop in shares(minibatch, len(machine.gpus)))
-    cap = min(gpu.usable_bytes for gpu in machine.gpus)
+    on = packing_gpu(costs, machine, min(u_bwd, share), in_pipeline=in_pipeline)
+    cap = machine.gpus[on].usable_bytes
     backward = Packer(costs, min(u_bwd, share), Phase.BACKWARD, cap, update=choice.update or UpdateOn.CPU)
     forward = Packer(costs, min(u_fwd, share), Phase.FORWARD, cap)
     least = len(machine.gpus) if in_pipeline else 1
@@ -56,10 +57,10 @@ def completions(choice: PlanChoice, policy: Policy, minibatch: int, costs: Costs
     for more in range(costs.layer_count):
         packs_bwd = choice.packs_bwd
         if not isinstance(packs_bwd, tuple):
-            packs_bwd = _packs("packs_bwd", packs_bwd, backward, costs.layer_count, machine, least, more)
+            packs_bwd = _packs("packs_bwd", packs_bwd, backward, costs.layer_count, on, cap, least, more)
         packs_fwd = choice.packs_fwd
         if not isinstance(packs_fwd, tuple):
-            packs_fwd = _packs("packs_fwd", packs_fwd, forward, packs_bwd[-1][0], machine, least, more)
+            packs_fwd = _packs("packs_fwd", packs_fwd, forward, packs_bwd[-1][0], on, cap, least, more)
         plan = HarmonyPlan(**{**fixed, "packs_fwd": packs_fwd, "packs_bwd": packs_bwd})
         if plan == previous:
             return
@@ -68,16 +69,14 @@ def completions(choice: PlanChoice, policy: Policy, minibatch: int, costs: Costs
 
 
 def _packs(
-    name: str, count: int | None, packer: Packer, stop: int, machine: Machine, least: int, more: int
+    name: str, count: int | None, packer: Packer, stop: int, gpu: int, cap: int, least: int, more: int
 ) -> tuple[Pack, ...]:
     """The layers before ``stop`` in ``count`` packs; if that is open, in the fewest that fit (at least ``least``), and
     ``more``."""
-    smallest = min(range(len(machine.gpus)), key=lambda gpu: machine.gpus[gpu].usable_bytes)
-    cap = machine.gpus[smallest].usable_bytes
     fewest = packer.smallest_count(stop)
     if fewest is None:
         pack, held = packer.hungriest(stop)
-        raise DoesNotFit(smallest, pack, "weights and one microbatch", held, cap)
+        raise DoesNotFit(gpu, pack, "weights and one microbatch", held, cap)
     if count is not None:
         packs = packer.balanced(count, stop)
         if packs is None:

@@ -26,7 +26,7 @@ from .candidates import Candidates, Sizes, Times
 from .choice import Packing
 from .expectations import Expectations
 from .halves import Busy, Halves
-from .packing import Packer
+from .packing import Packer, packing_gpu
 from .refusals import Reason, Refusals
 from .space import ALL_COUNTS, Space, pack_counts
 
@@ -109,10 +109,11 @@ class _Enumeration:
         self._policy, self._minibatch, self._gpus = policy, minibatch, len(machine.gpus)
         self._costs, self._machine, self._space, self._refusals = costs, machine, space, refusals
         self._parallel = policy is Policy.HARMONY_DP or self._gpus == 1
-        self._cap = min(gpu.usable_bytes for gpu in machine.gpus)
-        self._tightest = min(range(self._gpus), key=lambda gpu: machine.gpus[gpu].usable_bytes)
         samples = [stop - start for start, stop in shares(minibatch, self._gpus)] if self._parallel else [minibatch]
         self._sizes = Sizes(costs, samples)
+        smallest_u = self._sizes.of(Phase.BACKWARD, space.u_bwd)[0]
+        self._tightest = packing_gpu(costs, machine, smallest_u, in_pipeline=not self._parallel)
+        self._cap = machine.gpus[self._tightest].usable_bytes
         self._same_size = any(layer.cut_sensitive for layer in costs.trace.layers)
         self._forward_packers: dict[int, Packer] = {}
         self._forward: dict[tuple[int, int, GpuOrder], _ForwardHalves] = {}

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from traces.costs import Costs
 from traces.schema import Phase
 
+from ..hardware.machine import Machine
 from ..plan import Pack, UpdateOn
 
 Figures = NDArray[np.float64]
@@ -130,6 +131,23 @@ class Packer:
             packs.append((at, end - 1))
             at = end
         return tuple(packs)
+
+
+def packing_gpu(costs: Costs, machine: Machine, u: int, *, in_pipeline: bool) -> int:
+    """The GPU for whose memory layers are cut into packs, in microbatches of ``u``.
+
+    It is the smallest one, as a pack may come to lie on any. In a pipeline each lies on one GPU only: there it is the
+    smallest one on which all layers can be cut (the largest one if there is none), and a plan that puts too much on a
+    smaller one is refused when it is built.
+    """
+    by_size = sorted(range(len(machine.gpus)), key=lambda gpu: machine.gpus[gpu].usable_bytes)
+    if not in_pipeline:
+        return by_size[0]
+    for gpu in by_size[:-1]:
+        packer = Packer(costs, u, Phase.BACKWARD, machine.gpus[gpu].usable_bytes, update=UpdateOn.CPU)
+        if packer.smallest_count(costs.layer_count) is not None:
+            return gpu
+    return by_size[-1]
 
 
 def _time_ns(costs: Costs, run: Pack, u: int, phase: Phase) -> int:

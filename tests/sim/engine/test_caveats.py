@@ -15,6 +15,7 @@ from sim.errors import DoesNotFit, PlanError
 from sim.hardware.machine import Gpu, Host, Machine
 from sim.plan import HarmonyPlan, PagedPlan, Plan, Policy
 from sim.planner.choice import PlanChoice
+from sim.planner.completion import build_choice
 from sim.planner.estimates import Estimator
 from sim.planner.search import search
 from sim.timelines.timeline import Timeline
@@ -137,6 +138,28 @@ def test_plans_on_mixed_gpus_hold_together_and_keep_to_their_bounds(seed: int) -
     assert schedule.memory.gpu_cap_bytes == tuple(gpu.usable_bytes for gpu in gpus)
     step = simulate(schedule, case.trace, machine).step_time_ns
     assert Estimator(Costs(case.trace), machine).lower_bound_ns(case.plan) <= step
+
+
+@pytest.mark.parametrize("small", [0, 1])
+def test_pipelines_are_found_of_which_only_the_larger_gpu_holds_the_largest_pack(small: int) -> None:
+    """Layer 2, ten times as heavy, fits one GPU only. Data parallel there is no plan: every GPU runs it."""
+    uniform = uniform_trace(4)
+    last = uniform.layers[2]
+    heavy = replace(last, weight_bytes=10 * last.weight_bytes, gradient_bytes=10 * last.gradient_bytes)
+    trace = replace(uniform, layers=(*uniform.layers[:2], heavy, uniform.layers[3]))
+    caps = [PLENTY, PLENTY]
+    caps[small] = 10 * last.weight_bytes
+    machine = mixed((1.0, caps[0]), (1.0, caps[1]))
+    found = search(trace, machine, 4, policies=(Policy.HARMONY_DP, Policy.HARMONY_PP))
+    assert set(found.best_by_policy) == {Policy.HARMONY_PP}
+    peaks = found.best.schedule.memory.gpu_peak_bytes
+    assert peaks[small] <= caps[small] < peaks[1 - small]
+    if small == 1:  # as completed plainly, the heavy layer comes to lie on GPU 0
+        schedule = build_choice(PlanChoice(), Policy.HARMONY_PP, 4, Costs(trace), machine)
+        assert schedule.memory.gpu_peak_bytes[1] <= caps[1] < schedule.memory.gpu_peak_bytes[0]
+    with pytest.raises(DoesNotFit) as refusal:
+        build_choice(PlanChoice(), Policy.HARMONY_DP, 4, Costs(trace), machine)
+    assert (refusal.value.gpu, refusal.value.cap) == (small, caps[small])
 
 
 @pytest.mark.parametrize("speeds", [(1.0, 0.5), (0.25, 1.0)])
