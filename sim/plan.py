@@ -122,6 +122,8 @@ class HarmonyPlan(_PlanBase, frozen=True, tag_field="family", tag="harmony"):
     gpu_order: tuple[int, ...] | None = None
     split_backward: Annotated[int, msgspec.Meta(ge=0)] = 0
     overlap_steps: bool = False
+    resident_weights: tuple[int, ...] = ()
+    resident_state: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the fields against each other."""
@@ -133,6 +135,7 @@ class HarmonyPlan(_PlanBase, frozen=True, tag_field="family", tag="harmony"):
         _check_run("packs_bwd", self.packs_bwd, self.packs_bwd[-1][1])
         _check_run("packs_fwd", self.packs_fwd, self.packs_bwd[-1][0] - 1)
         self._check_stash()
+        self._check_residents()
         if self.gpu_order is not None and sorted(self.gpu_order) != list(range(self.gpus)):
             raise PlanError(
                 f"gpu_order {','.join(map(str, self.gpu_order))} must name each of GPUs 0-{self.gpus - 1} once"
@@ -160,6 +163,18 @@ class HarmonyPlan(_PlanBase, frozen=True, tag_field="family", tag="harmony"):
         while places.get(start) is StashPlace.RECOMPUTE:
             start -= 1
         return range(start, index)
+
+    def _check_residents(self) -> None:
+        for name, indices in (("resident_weights", self.resident_weights), ("resident_state", self.resident_state)):
+            if sorted(set(indices) & set(range(len(self.packs_bwd)))) != list(indices):
+                raise PlanError(
+                    f"{name}: {', '.join(map(str, indices))} must be backward packs, each once and in ascending order; "
+                    f"there are packs 0-{len(self.packs_bwd) - 1}"
+                )
+        if self.overlap_steps and (self.resident_weights or self.resident_state):
+            raise PlanError("overlap_steps: steps that overlap cannot leave weights or optimizer state on GPUs")
+        if self.resident_state and self.update is UpdateOn.CPU:
+            raise PlanError("resident_state: optimizer state is on GPUs only if they update; use update gpu")
 
     def _check_stash(self) -> None:
         if StashPlace.KEEP in self.stash_places.values() and self.u_fwd != self.u_bwd:

@@ -118,6 +118,7 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ``layer_last`` differs from ``layer_first`` only for weights, buffers, gradients, optimizer state and workspace.
     ``is_saved``: a stash of what autograd saved in the layer's forward besides its input and its output.
     ``shard``: it holds only this shard of the layers' tensors (``shards.py``); None: all of them.
+    ``resident``: weights or optimizer state that stay on the GPU from step to step. No task allocates or frees them.
     """
 
     id: int
@@ -129,6 +130,7 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     samples: Interval | None = None
     is_saved: bool = False
     shard: int | None = None
+    resident: bool = False
     offset: int | None = None
 
     def __str__(self) -> str:
@@ -230,6 +232,11 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             for key in task.lanes:
                 lanes.setdefault(key, []).append(task.id)
         return {key: tuple(ids) for key, ids in lanes.items()}
+
+    @cached_property
+    def residents(self) -> tuple[Buffer, ...]:
+        """Buffers that are there before the step and after it."""
+        return tuple(buffer for buffer in self.buffers if buffer.resident)
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:

@@ -4,6 +4,7 @@ A task of a step waits for what it needs of the step before, and for nothing els
 
 * its lanes have done that step's tasks;
 * home tensors: who reads a weight waits for its update, who writes a gradient for the update that reads the last one;
+  so also for what stays on a GPU from step to step;
 * memory: who first takes an address of a GPU waits for the last who gave it back; and where memory is counted, not
   placed (in the host, for each GPU that fills it), for all that the step before gave back.
 
@@ -27,10 +28,12 @@ Edge = tuple[int, int]
 
 def unroll(schedule: Schedule, steps: int, ties: Ties) -> Schedule:
     """So many steps as one. Of step k, ids of tasks (and of buffers) are k times their number higher than in the
-    schedule, and so on the whole in order. ``ties``: which layers share weights."""
+    schedule, and so on the whole in order; but what stays on a GPU is the same buffer in all steps, and those of later
+    steps are empty. ``ties``: which layers share weights."""
     if steps == 1:
         return schedule
-    before = _by_later(schedule, [*_home_edges(schedule, ties), *_placed_edges(schedule), *_counted_edges(schedule)])
+    edges = [*_home_edges(schedule, ties), *_resident_edges(schedule)]
+    before = _by_later(schedule, [*edges, *_placed_edges(schedule), *_counted_edges(schedule)])
     ends_of_lanes = [ids[-1] for ids in schedule.lanes.values()]
     two_before = {ids[0]: ends_of_lanes for ids in schedule.lanes.values()}
     count = len(schedule.tasks)
@@ -44,16 +47,27 @@ def unroll(schedule: Schedule, steps: int, ties: Ties) -> Schedule:
     return replace(
         schedule,
         tasks=tuple(
-            _shifted(task, step * count, step * len(schedule.buffers), waits(task, step))
-            for step in range(steps)
+            _shifted(task, step * count, numbers, waits(task, step))
+            for step, numbers in enumerate(_buffer_numbers(schedule, steps))
             for task in schedule.tasks
         ),
         buffers=tuple(
-            replace(buffer, id=buffer.id + step * len(schedule.buffers))
+            replace(
+                buffer,
+                id=buffer.id + step * len(schedule.buffers),
+                bytes=0 if buffer.resident and step else buffer.bytes,
+            )
             for step in range(steps)
             for buffer in schedule.buffers
         ),
     )
+
+
+def _buffer_numbers(schedule: Schedule, steps: int) -> Iterator[Sequence[int]]:
+    """For each step, the ids of the buffers that its tasks use."""
+    for step in range(steps):
+        later = step * len(schedule.buffers)
+        yield [buffer.id if buffer.resident else buffer.id + later for buffer in schedule.buffers]
 
 
 def split_steps(times: StepTimes, steps: int) -> list[StepTimes]:
@@ -63,9 +77,9 @@ def split_steps(times: StepTimes, steps: int) -> list[StepTimes]:
     return [StepTimes(times.start_ns[part], times.end_ns[part]) for part in parts]
 
 
-def _shifted(task: Task, tasks: int, buffers: int, waits_for: tuple[int, ...]) -> Task:
+def _shifted(task: Task, tasks: int, buffers: Sequence[int], waits_for: tuple[int, ...]) -> Task:
     def moved(ids: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple([number + buffers for number in ids])
+        return tuple([buffers[number] for number in ids])
 
     return replace(
         task,
@@ -91,10 +105,25 @@ def _by_later(schedule: Schedule, edges: Iterable[Edge]) -> dict[int, tuple[int,
 
 def _home_edges(schedule: Schedule, ties: Ties) -> Iterator[Edge]:
     for used in home_accesses(schedule, ties).values():
-        twice = [((step, access.task.id), access.writes) for step in range(2) for access in used]
-        for (step, earlier), (next_step, later) in in_conflict(twice):
-            if step < next_step:
-                yield earlier, later
+        yield from _across([(access.task, access.writes) for access in used])
+
+
+def _across(used: Sequence[tuple[Task, bool]]) -> Iterator[Edge]:
+    """Edges between the users of one tensor, in order and with whether they write it."""
+    twice = [((step, task.id), writes) for step in range(2) for task, writes in used]
+    for (step, earlier), (next_step, later) in in_conflict(twice):
+        if step < next_step:
+            yield earlier, later
+
+
+def _resident_edges(schedule: Schedule) -> Iterator[Edge]:
+    used: dict[int, list[tuple[Task, bool]]] = {buffer.id: [] for buffer in schedule.residents}
+    for task in schedule.tasks:
+        for number in dict.fromkeys(task.reads + task.writes):
+            if number in used:
+                used[number].append((task, number in task.writes))
+    for users in used.values():
+        yield from _across(users)
 
 
 def _placed_edges(schedule: Schedule) -> Iterator[Edge]:

@@ -50,6 +50,10 @@ def random_case(seed: int, *, layers: int = 6, memory_bytes: int = 10**12) -> Ca
     )  # fmt: skip
     if plan.u_fwd == plan.u_bwd:
         plan = replace(plan, stash=tuple(draw.choice(list(StashPlace)) for _ in packs_bwd[1:-1]))
+    if draw.random() < 0.5:
+        packs = [sorted(draw.sample(range(len(packs_bwd)), draw.randint(0, len(packs_bwd)))) for _ in range(2)]
+        state = packs[1] if plan.update is UpdateOn.GPU else []
+        plan = replace(plan, resident_weights=tuple(packs[0]), resident_state=tuple(state))
     if plan.update is UpdateOn.CPU and draw.random() < 0.5:
         trace = with_tied(trace, (0, layers - 2), 100_000)
     return Case(plan, trace, machine)

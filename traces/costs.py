@@ -210,6 +210,10 @@ class Costs:
         """Other layers that use tied parameters which this layer owns, ascending; none if it owns no tied ones."""
         return self._partners[layer]
 
+    def tied_owners(self, layer: int) -> tuple[int, ...]:
+        """Other layers that own tied parameters which this layer uses, ascending."""
+        return tuple(owner for owner in range(layer) if layer in self._partners[owner])
+
     # Where answers come from.
 
     def provenance(self, layer: int, phase: Phase, u: int) -> Provenance:

@@ -33,7 +33,7 @@ class Arena:
     """The memory of GPU ``gpu`` for the ``buffers`` of a schedule, at most ``cap`` bytes.
 
     ``take`` gets so many bytes (uint8) from the device. Used from several lanes at once. A placed buffer has the same
-    block each time, a counted one a new block.
+    block each time, a counted one a new block. Residents are held all the time.
     """
 
     def __init__(self, gpu: int, buffers: Iterable[Buffer], cap: int, take: Callable[[int], Tensor]) -> None:
@@ -50,6 +50,8 @@ class Arena:
         self._held: dict[int, Block | None] = {}  # None: a reservation
         self._spans: list[tuple[int, int, int]] = []  # start, stop, id of what is placed, sorted
         self._counted = 0
+        self._residents = [buffer for buffer in own if buffer.resident]
+        self._hold_residents()
 
     def allocate(self, buffer: Buffer) -> int:
         """Take a buffer's memory; its bytes. Raises OutOfArena past the cap, or where another buffer lies."""
@@ -86,16 +88,21 @@ class Arena:
         return block
 
     def held(self) -> list[int]:
-        """Ids of the buffers that are held."""
+        """Ids of the buffers that are held, but for residents."""
         with self._lock:
-            return list(self._held)
+            return [number for number in self._held if number not in {buffer.id for buffer in self._residents}]
 
     def clear(self) -> None:
-        """Forget what is held, after a run that was given up."""
+        """Forget what is held but for residents, after a run that was given up."""
         with self._lock:
             self._held.clear()
             self._spans.clear()
             self._counted = 0
+        self._hold_residents()
+
+    def _hold_residents(self) -> None:
+        for buffer in self._residents:
+            self.allocate(buffer)
 
     def _block(self, buffer: Buffer) -> Block | None:
         if buffer.kind is TensorKind.WORKSPACE:

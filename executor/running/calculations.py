@@ -21,7 +21,7 @@ from .optimizer import Moved, PackOptimizer, State
 from .parts import WeightPart
 from .places import Places
 from .recording import Memory, Region
-from .roles import Roles, find_roles
+from .roles import Roles, find_roles, read_by_layer
 from .storage import StorageTracker
 
 _PASSES = (
@@ -180,9 +180,9 @@ class Calculations:
         )
 
     def _update_on_gpu(self, task: Task) -> None:
-        weights = self._read(task, TensorKind.WEIGHT)
-        gradients = self._read(task, TensorKind.GRADIENT)
-        states = self._read(task, TensorKind.OPTIMIZER_STATE)
+        weights = read_by_layer(task, self._buffers, TensorKind.WEIGHT)
+        gradients = read_by_layer(task, self._buffers, TensorKind.GRADIENT)
+        states = read_by_layer(task, self._buffers, TensorKind.OPTIMIZER_STATE)
         views = self._views if task.shard is None else partial(self._shard_views, task.shard)
         moved = []
         for layer in _layers(task):
@@ -217,15 +217,6 @@ class Calculations:
         for layer, other_key in others:
             total.add_(views(layer)[other_key])
         return total
-
-    def _read(self, task: Task, kind: TensorKind) -> dict[int, int]:
-        """By layer, the buffer of this kind that the task reads it from."""
-        found: dict[int, int] = {}
-        for number in task.reads:
-            buffer = self._buffers[number]
-            if buffer.kind is kind:
-                found.update(dict.fromkeys(range(buffer.layer_first, buffer.layer_last + 1), number))
-        return found
 
     def _adopt_state(self) -> None:
         """Take over what the optimizer already keeps (it was loaded, say), where schedules move it."""
@@ -312,7 +303,7 @@ class Calculations:
     def _memory(self, roles: Roles) -> Memory:
         """Where a task's buffers are now, for what autograd saves."""
         regions = {
-            Region.WEIGHTS: roles.weights,
+            Region.WEIGHTS: next(iter(roles.weights.values()), None),  # what is recorded has them in one buffer
             Region.BUFFERS: roles.buffers,
             Region.SAVED: roles.saved,
             **dict(zip((Region.INPUT, Region.LABELS), roles.inputs, strict=False)),
@@ -322,7 +313,7 @@ class Calculations:
     def _layer_tensors(self, roles: Roles) -> dict[int, LayerTensors]:
         return {
             layer: LayerTensors(
-                weights=self._named(roles.weights, layer),
+                weights=self._named(roles.weights.get(layer), layer),
                 buffers=self._named(roles.buffers, layer),
                 gradients=self._named(roles.gradient, layer),
             )

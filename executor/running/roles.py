@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sim.schedule import Buffer, Interval, Task, TensorKind
@@ -15,7 +15,7 @@ _OUTPUTS = (TensorKind.STASH, TensorKind.ACTIVATION)
 class Roles:
     """What each buffer of a forward or backward task is to it (ids)."""
 
-    weights: int | None
+    weights: Mapping[int, int]  # by layer
     buffers: int | None
     inputs: tuple[int, ...]  # x of the first layer; the labels, if the last layer is the loss
     incoming: int | None
@@ -48,7 +48,7 @@ def find_roles(task: Task, buffers: Sequence[Buffer], loss_layer: int) -> Roles:
         inputs.append(find(task.reads, (TensorKind.DATA,), layers[-1] + 1))
     workspaces = [number for number in task.writes if buffers[number].kind is TensorKind.WORKSPACE]
     return Roles(
-        weights=find(task.reads, (TensorKind.WEIGHT,)),
+        weights=read_by_layer(task, buffers, TensorKind.WEIGHT),
         buffers=find(task.reads, (TensorKind.BUFFER,)),
         inputs=tuple([number for number in inputs if number is not None]),
         incoming=find(task.reads, (TensorKind.ACTIVATION_GRADIENT,), layers[-1] + 1),
@@ -61,3 +61,13 @@ def find_roles(task: Task, buffers: Sequence[Buffer], loss_layer: int) -> Roles:
         layers=layers,
         samples=samples,
     )
+
+
+def read_by_layer(task: Task, buffers: Sequence[Buffer], kind: TensorKind) -> dict[int, int]:
+    """By layer, the buffer of this kind that the task reads it from."""
+    found: dict[int, int] = {}
+    for number in task.reads:
+        buffer = buffers[number]
+        if buffer.kind is kind:
+            found.update(dict.fromkeys(range(buffer.layer_first, buffer.layer_last + 1), number))
+    return found

@@ -74,6 +74,7 @@ def run(
     if overlapping:
         progress(alone / total, f"steps {alone + 1} to {total}, which overlap")
         results += session.overlapping_steps(list(batches))
+    session.write_home()
     progress(1.0, "ran")
     overruns = session.overruns.since(warmed_up)
     times = [result.times for result in results]

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from sim.home import Ties
 from sim.schedule import Schedule, Task, TaskKind, TensorKind
-from sim.timelines.replay import MemoryChange, StepTimes
+from sim.timelines.replay import MemoryChange, StepTimes, resident_changes
 from sim.unrolling import unroll
 
 from ..devices.facade import Devices, Overruns, Queue
@@ -40,10 +40,10 @@ class Session:
     """Trains ``model`` with ``optimizer`` as ``schedule`` says, on ``devices``.
 
     The model's parameters and buffers move into the host store and stay its own: after every step they are current, and
-    so is the optimizer's state. ``seed`` is where dropout and the like draw from. Raises DifferentModel if the schedule
-    was made for another model or optimizer, DeviceError if there are too few devices, OptimizerError if the optimizer
-    cannot update packs one by one, or shards of them where the schedule asks for that, ModelError if the model is not
-    in host memory.
+    so is the optimizer's state; but for what the schedule lets stay on GPUs, which is only after :meth:`write_home`.
+    ``seed`` is where dropout and the like draw from. Raises DifferentModel if the schedule was made for another model
+    or optimizer, DeviceError if there are too few devices, OptimizerError if the optimizer cannot update packs one by
+    one, or shards of them where the schedule asks for that, ModelError if the model is not in host memory.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Session:
         self._calculations = Calculations(schedule, model, pack_optimizer, self._places, devices, seed)
         self._ties = _ties(model)
         self._runners: dict[int, LaneRunner] = {}  # by number of steps
+        self._transfers[0].load_residents()
         self._steps = 0
 
     @property
@@ -111,6 +112,10 @@ class Session:
             self._steps += len(batches)
             times = self._times(walked, len(batches))
             return [StepResult(context.loss(), step) for context, step in zip(contexts, times, strict=True)]
+
+    def write_home(self) -> None:
+        """Bring the model and the optimizer's state up to date with what stays on GPUs from step to step."""
+        self._transfers[0].residents_home()
 
     def _runner(self, steps: int) -> LaneRunner:
         if steps not in self._runners:
@@ -158,6 +163,8 @@ class Session:
             memory[step].append(
                 MemoryChange(self._devices.time_ns(change.mark) - origin, buffers[number], change.bytes)
             )
+        end = max([self._devices.time_ns(mark) for mark in walked.ends], default=origin) - origin
+        memory[0] += resident_changes(self.schedule, 0, end)
         parts = [slice(step * count, (step + 1) * count) for step in range(steps)]
         return [
             StepTimes(

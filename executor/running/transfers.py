@@ -6,7 +6,7 @@ which the two ends of a copy may hold different intervals.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -15,7 +15,10 @@ from sim.schedule import Buffer, Interval, Schedule, Task, TaskKind, TensorKind
 from ..devices.facade import Copy, Queue, Sum
 from .layout import HOME_KINDS
 from .places import Places
-from .store import Minibatch
+from .store import Home, Minibatch
+
+_Ends = Callable[[Home, TensorKind, int], list[Tensor]]
+"""The bytes of a layer's block at home, to be read or to be written."""
 
 
 class Transfers:
@@ -90,6 +93,22 @@ class Transfers:
                 for key, total in totals.items():
                     total.copy_(parts[key]) if rank == 0 else total.add_(parts[key])
 
+    def load_residents(self) -> None:
+        """Fill what stays on GPUs from step to step with what the store has."""
+        for on_gpu, home in self._residents(Home.read):
+            on_gpu.copy_(home)
+
+    def residents_home(self) -> None:
+        """Bring the store up to date with what stays on GPUs."""
+        for on_gpu, home in self._residents(Home.write):
+            home.copy_(on_gpu)
+
+    def _residents(self, ends: _Ends) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pairs of bytes that correspond: on a GPU, at home."""
+        for buffer in self._buffers:
+            if buffer.resident:
+                yield from self._parts_at_home(buffer, (buffer.layer_first, buffer.layer_last), buffer.shard, ends)
+
     def _swap(self, task: Task, queue: Queue, on_gpu: int, in_host: Sequence[int]) -> int:
         copies = self._known.get(task.id)
         if copies is None:
@@ -107,8 +126,9 @@ class Transfers:
     def _parts(self, task: Task, on_gpu: int, in_host: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs of bytes that correspond: on the GPU, in the host."""
         buffer, block = self._buffers[on_gpu], self._bytes(on_gpu)
-        if task.shard is not None:
-            yield from self._parts_of_shard(task, buffer, block, task.shard)
+        if buffer.kind in HOME_KINDS and (task.shard is not None or not in_host):
+            ends = Home.read if task.kind is TaskKind.SWAP_IN else Home.write
+            yield from self._parts_at_home(buffer, (task.layer_first, task.layer_last), task.shard, ends)
         elif buffer.kind in HOME_KINDS:
             yield from self._parts_by_layer(task, buffer, block, in_host)
         elif in_host:
@@ -127,23 +147,20 @@ class Transfers:
         own = layout.part(block, buffer.layer_first, run)
         for number in in_host:
             yield own, layout.part(self._bytes(number), self._buffers[number].layer_first, run)
-        if in_host:
+
+    def _parts_at_home(
+        self, buffer: Buffer, run: tuple[int, int], shard: int | None, ends: _Ends
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        block, home, shards = self._bytes(buffer.id), self._places.home(buffer.gpu), self._places.shards
+        at_home = {layer: ends(home, buffer.kind, layer) for layer in range(run[0], run[1] + 1)}
+        if shard is None:
+            own = self._places.layouts[buffer.kind].part(block, buffer.layer_first, run)
+            yield from _in_pieces(own, [piece for pieces in at_home.values() for piece in pieces])
             return
-        ends = [piece for layer in range(run[0], run[1] + 1) for piece in self._at_home(task, buffer.kind, layer)]
-        yield from _in_pieces(own, ends)
-
-    def _parts_of_shard(self, task: Task, buffer: Buffer, block: Tensor, shard: int) -> Iterator[tuple[Tensor, Tensor]]:
-        shards = self._places.shards
-        for layer in range(task.layer_first, task.layer_last + 1):
+        for layer, pieces in at_home.items():
             parts = shards.parts(buffer, block, layer, shard)
-            ends = shards.home_parts(self._at_home(task, buffer.kind, layer), buffer.kind, layer, shard)
-            for part, pieces in zip(parts, ends, strict=True):
-                yield from _in_pieces(part, pieces)
-
-    def _at_home(self, task: Task, kind: TensorKind, layer: int) -> list[Tensor]:
-        """The bytes of a layer in the store, as the task reads or writes them."""
-        home = self._places.home(task.gpu)
-        return home.read(kind, layer) if task.kind is TaskKind.SWAP_IN else home.write(kind, layer)
+            for part, its in zip(parts, shards.home_parts(pieces, buffer.kind, layer, shard), strict=True):
+                yield from _in_pieces(part, its)
 
     def _flat(self, number: int, layer: int, shard: int) -> list[Tensor]:
         return self._places.shards.flat(self._buffers[number], self._bytes(number), layer, shard)

@@ -74,6 +74,7 @@ class Draft:
         *,
         is_saved: bool = False,
         shard: int | None = None,
+        resident: bool = False,
     ) -> int:
         """Declare a buffer of ``size`` bytes on a GPU (None: in dynamic host memory); returns its id."""
         first, last = layers
@@ -88,6 +89,7 @@ class Draft:
                 samples=samples,
                 is_saved=is_saved,
                 shard=shard,
+                resident=resident,
             )
         )
         return len(self.buffers) - 1
@@ -123,14 +125,17 @@ class Draft:
 
 
 def assign_lifetimes(draft: Draft) -> None:
-    """Let each buffer's first user allocate it and its last user free it, after all its other users."""
+    """Let each buffer's first user allocate it and its last user free it, after all its other users; but for those
+    that are there before the step and after it."""
     users: list[list[int]] = [[] for _ in draft.buffers]
     for index, entry in enumerate(draft.entries):
         for buffer in entry.users:
             users[buffer].append(index)
     for buffer, touched in enumerate(users):
         if not touched:
-            raise AssertionError(f"buffer {draft.buffers[buffer]} is never used")
+            raise AssertionError(f"{draft.buffers[buffer]} is never used")
+        if draft.buffers[buffer].resident:
+            continue
         draft.entries[touched[0]].allocates.append(buffer)
         last = draft.entries[touched[-1]]
         last.frees.append(buffer)

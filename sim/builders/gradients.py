@@ -41,6 +41,7 @@ class GradientPath:
         self._to_update, self._ready = list(update_order), set[Pack]()
         self._ended: dict[Pack, list[Group]] = {}
         self._written: dict[Pack, list[int]] = {}  # host replicas waiting to be added
+        self.updated: dict[int, int] = {}  # layer -> the update that the host makes of it
         self._home: dict[int, list[int]] = {}  # layer -> entries after which its home gradient is complete
         partial = [run for pack in plan.packs_bwd for run in needs.partial_gradients(pack)]
         self._partial = frozenset(layer for first, last in partial for layer in range(first, last + 1))
@@ -161,5 +162,6 @@ class GradientPath:
             if entries is None:
                 return False
             after.extend(entries)
-        self._draft.add(TaskKind.UPDATE, (None, Lane.UPDATE), pack, after=after)
+        update = self._draft.add(TaskKind.UPDATE, (None, Lane.UPDATE), pack, after=after)
+        self.updated.update((layer, update) for layer in range(pack[0], pack[1] + 1) if self._costs.updates(layer))
         return True

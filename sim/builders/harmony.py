@@ -18,6 +18,7 @@ from ..schedule import MemoryPlan, Schedule, TaskKind
 from .draft import assign_lifetimes, finish
 from .memory import GroupDoesNotFit, count_host, place
 from .order import Group, contributors, linearize, place_groups, split_packs, steps_by_gpu
+from .residents import Residents
 from .store_bytes import store_by_kind
 from .transfers import Ahead, add_transfers
 from .update_order import update_order
@@ -79,22 +80,24 @@ def _first_guess(plan: HarmonyPlan, costs: Costs, groups: list[Group], caps: tup
     """Where to start: no prefetching of weights where the bytes alone already say that it cannot fit."""
     if not plan.prefetch:
         return {group.index: Ahead.NOTHING for group in groups}
+    residents = Residents(plan, costs)
     guess: dict[int, Ahead] = {}
     following: dict[int, Group] = {}
     for group in reversed(groups):
         after = following.get(group.gpu)
-        upcoming = costs.weight_bytes(*after.pack) + costs.buffer_bytes(*after.pack) if after else 0
-        fits = _working_set(costs, group) + upcoming <= caps[group.gpu]
+        upcoming = residents.swapped_bytes(after.gpu, after.pack) + costs.buffer_bytes(*after.pack) if after else 0
+        held = residents.held_bytes(group.gpu) + residents.swapped_bytes(group.gpu, group.pack)
+        fits = held + _working_set(costs, group) + upcoming <= caps[group.gpu]
         guess[group.index] = Ahead.WEIGHTS if fits else Ahead.INPUTS
         following[group.gpu] = group
     return guess
 
 
 def _working_set(costs: Costs, group: Group) -> int:
-    """Bytes that a group cannot do without while it computes its largest microbatch."""
+    """Bytes that a group cannot do without, besides weights, while it computes its largest microbatch."""
     first, last = group.pack
     batch = group.pieces[0][1] - group.pieces[0][0]
-    held = costs.weight_bytes(first, last) + costs.buffer_bytes(first, last) + costs.input_bytes(first, batch)
+    held = costs.buffer_bytes(first, last) + costs.input_bytes(first, batch)
     if group.kind is not TaskKind.BACKWARD:
         return held + costs.forward_workspace_bytes(first, last, batch) + costs.output_bytes(last, batch)
     return held + costs.gradient_bytes(first, last) + costs.backward_workspace_bytes(first, last, batch)

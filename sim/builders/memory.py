@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ..errors import DoesNotFit
-from ..schedule import Lane, LaneKey, TaskKind, TensorKind
+from ..schedule import Buffer, Lane, LaneKey, TaskKind, TensorKind
 from .draft import Draft, Entry
 
 ALIGNMENT = 256
@@ -127,6 +127,14 @@ def place(draft: Draft, caps: Sequence[int], tight: Collection[int] = ()) -> Pla
     last_compute = [0] * len(caps)
     offsets: list[int | None] = [None] * len(draft.buffers)
     refusals: list[GroupDoesNotFit] = []
+    for resident in (buffer for buffer in draft.buffers if buffer.resident):
+        assert resident.gpu is not None, "the host's memory is not placed"
+        found = arenas[resident.gpu].allocate(resident.bytes)
+        if found is None:
+            raise _too_much_stays(resident, held[resident.gpu], caps[resident.gpu])
+        offsets[resident.id], _ = found
+        held[resident.gpu] += resident.bytes
+    stays = held.copy()
     for index, entry in enumerate(draft.entries):
         for buffer in entry.allocates:
             gpu, size = draft.buffers[buffer].gpu, draft.buffers[buffer].bytes
@@ -136,7 +144,7 @@ def place(draft: Draft, caps: Sequence[int], tight: Collection[int] = ()) -> Pla
             avoid_from = None if entry.group in tight else _recent(entry, last_compute[gpu])
             found = arenas[gpu].allocate(size, avoid_from=avoid_from, at_top=at_top)
             if found is None:
-                refusals.append(_no_room(draft, entry, buffer, held[gpu], caps[gpu], stashes[gpu]))
+                refusals.append(_no_room(draft, entry, buffer, held[gpu], caps[gpu], stashes[gpu], stays[gpu]))
                 continue
             offsets[buffer], freers = found
             entry.after.update(freers)
@@ -188,10 +196,19 @@ def _recent(entry: Entry, last_compute: int) -> int:
     return last_compute if entry.kind is TaskKind.P2P else last_compute + 1
 
 
-def _no_room(draft: Draft, entry: Entry, buffer: int, held: int, cap: int, stashes: int = 0) -> GroupDoesNotFit:
+def _too_much_stays(buffer: Buffer, held: int, cap: int) -> DoesNotFit:
+    layers = buffer.layer_first, buffer.layer_last
+    what = f"{buffer.kind.value} of {buffer.bytes} B, which stays from step to step, and the {held} B that do as well"
+    return DoesNotFit(buffer.gpu, layers, what, held + buffer.bytes, cap)
+
+
+def _no_room(
+    draft: Draft, entry: Entry, buffer: int, held: int, cap: int, stashes: int = 0, stays: int = 0
+) -> GroupDoesNotFit:
     wanted = draft.buffers[buffer]
     pieces = "" if held + wanted.bytes > cap else ", for which no single hole is left,"
     kept = f" ({stashes} B of that stashes, which need not stay: --stash)" if stashes else ""
+    kept += f" ({stays} B of that from step to step: --resident-weights, --resident-state)" if stays else ""
     what = f"{wanted.kind.value} of {wanted.bytes} B{pieces} and the {held} B held beside it{kept}"
     error = GroupDoesNotFit(wanted.gpu, (wanted.layer_first, wanted.layer_last), what, held + wanted.bytes, cap)
     error.group = entry.group

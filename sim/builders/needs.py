@@ -38,6 +38,7 @@ class Needs:
         self.costs = costs
         self._plan, self._shards = plan, Shards(costs, plan.gpus)
         self.last_layer = plan.layer_count - 1
+        self.resident_state = frozenset(plan.resident_state)
         self.reduced_by_host = plan.reduce is Reduce.HOST and is_data_parallel(plan) and plan.gpus > 1
 
     def of(self, step: Step) -> list[Need]:
@@ -49,7 +50,9 @@ class Needs:
         if step.kind is TaskKind.UPDATE:
             reduced = [pack] if self.reduced_by_host else []
             runs = reduced + list(self.partial_gradients(pack))
-            needed = [(TensorKind.GRADIENT, run) for run in runs] + [(TensorKind.OPTIMIZER_STATE, pack)]
+            needed = [(TensorKind.GRADIENT, run) for run in runs]
+            if step.group.pack_index not in self.resident_state:
+                needed.append((TensorKind.OPTIMIZER_STATE, pack))
             return [Need(kind, run, shard=shard_of(self._plan, step.gpu)) for kind, run in needed]
         if step.kind is TaskKind.BACKWARD_WEIGHT:
             return []  # its first part left all of it on the GPU

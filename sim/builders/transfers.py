@@ -26,6 +26,7 @@ from .draft import Draft
 from .gradients import GradientPath
 from .needs import Need, Needs, Run, home_bytes, runs_where
 from .order import Group, Step, is_data_parallel, shard_of
+from .residents import Residents
 
 
 class Ahead(IntEnum):
@@ -45,16 +46,21 @@ def add_transfers(
 
 
 class _Weights:
-    """A group's weights and module buffers on its GPU, and how far they have come in."""
+    """A group's weights and module buffers on its GPU, and how far those have come in that do not stay there."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, swapped: Sequence[Run], resident: Sequence[int]) -> None:
         self.next_layer = group.pack[0]
-        self.weight: int | None = None
+        self.swapped: dict[Run, int | None] = dict.fromkeys(swapped)
+        self.resident = resident
         self.buffer: int | None = None
 
     @property
+    def weights(self) -> list[int]:
+        return [*self.resident, *(buffer for buffer in self.swapped.values() if buffer is not None)]
+
+    @property
     def ids(self) -> list[int]:
-        return [buffer for buffer in (self.weight, self.buffer) if buffer is not None]
+        return self.weights if self.buffer is None else [*self.weights, self.buffer]
 
 
 class _HomeCopies:
@@ -107,6 +113,13 @@ class _Walk:
         self.position = [0] * plan.gpus
         self.current = [own[0].group if own else None for own in self.by_gpu]
         self.weights: dict[int, _Weights] = {}
+        self.residents = Residents(plan, costs)
+        self.resident_weights: dict[tuple[int, int], int] = {}  # pack and GPU -> buffer
+        for index, gpu in self.residents.weights():
+            pack, kind = plan.packs_bwd[index], TensorKind.WEIGHT
+            if size := home_bytes(costs, kind, pack):
+                self.resident_weights[index, gpu] = self.draft.buffer(gpu, kind, pack, size, resident=True)
+        self.updated_on: dict[int, int] = {}  # pack -> the GPU that has updated it
         self.arrived: dict[tuple[int, Need], int] = {}  # on a GPU, not yet consumed
         self.kept: dict[Need, int] = {}  # stashes on the GPUs of their backwards
         self.received: list[set[int]] = [set() for _ in range(plan.gpus)]  # of those, what other GPUs sent
@@ -137,6 +150,7 @@ class _Walk:
                 case _:
                     self._update_on_gpu(step)
             self.position[step.gpu] += 1
+        self._refresh_residents()
         return self.draft
 
     # 1 and 2: bringing in
@@ -162,30 +176,43 @@ class _Walk:
     def _share(self, upcoming: Group, step: Step) -> int:
         """Last layer of the next group that should have started to come in when this microbatch starts."""
         first, last = upcoming.pack
-        quota = self.costs.weight_bytes(first, last) * (step.microbatch + 1) / len(step.group.pieces)
+        quota = self.residents.swapped_bytes(step.gpu, upcoming.pack) * (step.microbatch + 1) / len(step.group.pieces)
         layer = first
-        while layer < last and self.costs.weight_bytes(first, layer) < quota:
+        while layer < last and self.residents.swapped_bytes(step.gpu, (first, layer)) < quota:
             layer += 1
         return layer
 
     def _fetch_weights(self, group: Group, upto: int) -> None:
         """Bring in the group's weights up to this layer, as one copy, and its module buffers with the first."""
-        state = self.weights.setdefault(group.index, _Weights(group))
+        if group.index not in self.weights:
+            self.weights[group.index] = self._weights_of(group)
+        state = self.weights[group.index]
         first, last = state.next_layer, upto
         if first > last:
             return
         state.next_layer = last + 1
         if first == group.pack[0]:
-            state.buffer = self._bring_home_tensor(group, TensorKind.BUFFER, group.pack, None)
-        state.weight = self._bring_home_tensor(group, TensorKind.WEIGHT, (first, last), state.weight)
+            state.buffer = self._bring_home_tensor(group, TensorKind.BUFFER, group.pack, group.pack, None)
+        for (start, end), buffer in state.swapped.items():
+            run = max(first, start), min(last, end)
+            if run[0] <= run[1]:
+                state.swapped[start, end] = self._bring_home_tensor(group, TensorKind.WEIGHT, (start, end), run, buffer)
 
-    def _bring_home_tensor(self, group: Group, kind: TensorKind, run: Run, buffer: int | None) -> int | None:
-        """Copy a run of layers of a pack's home tensor into the pack's buffer, made now if there is none yet."""
+    def _weights_of(self, group: Group) -> _Weights:
+        first, last = group.pack
+        packs = [(self.plan.packs_bwd[index], gpu, number) for (index, gpu), number in self.resident_weights.items()]
+        resident = [number for (a, b), gpu, number in packs if gpu == group.gpu and a <= last and first <= b]
+        return _Weights(group, self.residents.swapped_runs(group.gpu, group.pack), resident)
+
+    def _bring_home_tensor(
+        self, group: Group, kind: TensorKind, whole: Run, run: Run, buffer: int | None
+    ) -> int | None:
+        """Copy a run of layers of a home tensor into the buffer for ``whole``, made now if there is none yet."""
         size = home_bytes(self.costs, kind, run)
         if not size:
             return buffer
         if buffer is None:
-            buffer = self.draft.buffer(group.gpu, kind, group.pack, home_bytes(self.costs, kind, group.pack))
+            buffer = self.draft.buffer(group.gpu, kind, whole, home_bytes(self.costs, kind, whole))
         is_buffer = kind is TensorKind.BUFFER
         after = self.buffers_written.touching(run) if is_buffer else []
         copy = self._swap_in(group.gpu, Need(kind, run), buffer, size, after=after)
@@ -324,19 +351,47 @@ class _Walk:
         group = step.group
         inputs = self._take_inputs(step)
         states = [b for b in inputs if self.draft.buffers[b].kind is TensorKind.OPTIMIZER_STATE]
-        own_gradient = self.gradients.sum(group)
         shard = shard_of(self.plan, step.gpu)
+        stays = self._resident_state(group, shard)
+        if shard is None:
+            self.updated_on[group.pack_index] = group.gpu
+        own_gradient = self.gradients.sum(group)
         weights = self.weights[group.index]
-        read = [*weights.ids, *inputs, *([] if own_gradient is None else [own_gradient])]
-        changed = [*([] if weights.weight is None else [weights.weight]), *states]
+        read = [*weights.ids, *inputs, *stays, *([] if own_gradient is None else [own_gradient])]
+        changed = [*weights.weights, *states, *stays]
         self.draft.add(
             TaskKind.UPDATE, (step.gpu, Lane.COMPUTE), group.pack, reads=read, writes=changed, group=group.index,
             shard=shard,
         )  # fmt: skip
-        for run in runs_where(group.pack, self.costs.updates):
-            self._weights_home(group, run, weights.weight)
+        for run in runs_where(group.pack, lambda at: self.costs.updates(at) and self.residents.go_home(group.gpu, at)):
+            self._weights_home(group, run, next(iter(weights.weights), None))
         for state in states:
             self._home_out(group, Need(TensorKind.OPTIMIZER_STATE, group.pack, shard=shard), state)
+
+    def _resident_state(self, group: Group, shard: int | None) -> list[int]:
+        """The pack's optimizer state, or the GPU's shard of it, if it stays on the GPU that updates it."""
+        kind = TensorKind.OPTIMIZER_STATE
+        size = self.needs.bytes(Need(kind, group.pack, shard=shard))
+        if group.pack_index not in self.needs.resident_state or not size:
+            return []
+        return [self.draft.buffer(group.gpu, kind, group.pack, size, shard=shard, resident=True)]
+
+    def _refresh_residents(self) -> None:
+        """Bring in again, as the last thing of the step, the weights that stay on a GPU and were updated elsewhere."""
+        # By layer, when its weights at home are new.
+        updates = {layer: [entry] for layer, entry in self.gradients.updated.items()} | self.weights_out
+        for (index, gpu), buffer in self.resident_weights.items():
+            in_place = self.updated_on.get(index) == gpu
+
+            def renewals(layer: int, in_place: bool = in_place) -> list[int]:
+                """When all its weights are home, its own and tied ones, if some of them are old here."""
+                tied = [entry for owner in self.costs.tied_owners(layer) for entry in updates.get(owner, ())]
+                return [*tied, *updates.get(layer, ())] if tied or not in_place else []
+
+            for run in runs_where(self.plan.packs_bwd[index], lambda layer: bool(renewals(layer))):
+                after = [entry for layer in range(run[0], run[1] + 1) for entry in renewals(layer)]
+                size = home_bytes(self.costs, TensorKind.WEIGHT, run)
+                self._swap_in(gpu, Need(TensorKind.WEIGHT, run), buffer, size, after=after)
 
     def _compute(self, step: Step, inputs: list[int], outputs: list[int], workspace: int) -> None:
         weights = self.weights[step.group.index]

@@ -90,13 +90,16 @@ def packs(text: str) -> int | tuple[Pack, ...]:
     """``"3"`` as a count of packs; ``"0-4,5-9"`` as packs."""
     if text.isdecimal():
         return int(text)
+    return _runs(text, "packs; write a count such as 3, or first-last layers such as 0-4,5-9")
+
+
+def _runs(text: str, what: str) -> tuple[tuple[int, int], ...]:
+    """``"0-4,5"`` as first and last numbers. ``what``: what else to write, and how."""
     found = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not (first.isdecimal() and (last.isdecimal() or not dash)):
-            raise typer.BadParameter(
-                f"{text!r} are not packs; write a count such as 3, or first-last layers such as 0-4,5-9"
-            )
+            raise typer.BadParameter(f"{text!r} are not {what}")
         found.append((int(first), int(last or first)))
     return tuple(found)
 
@@ -109,6 +112,15 @@ def stash(text: str) -> StashPlace | tuple[StashPlace, ...]:
         words = ", ".join(place.value for place in StashPlace)
         raise typer.BadParameter(f"{error}; write one of {words}, or a list such as swap,keep") from None
     return places if "," in text else places[0]
+
+
+def indices(text: str) -> tuple[int, ...]:
+    """``"0,3-5"`` as numbers: 0, 3, 4, 5."""
+    return tuple(
+        index
+        for first, last in _runs(text, "packs; write their numbers, such as 0,3-5")
+        for index in range(first, last + 1)
+    )
 
 
 def _timeline(path: Path | None) -> Path | None:
@@ -287,6 +299,24 @@ class PlanOptions:
             "--split-backward",
             "How far harmony-pp computes inputs' gradients ahead of weights', in microbatches; default 0: together",
             min=0,
+        ),
+    ] = None
+    resident_weights: Annotated[
+        Any,
+        _choice(
+            "--resident-weights",
+            "Backward packs whose weights stay on their GPUs from step to step, such as 0,3-5 (from 0); default none",
+            metavar="PACKS",
+            parser=indices,
+        ),
+    ] = None
+    resident_state: Annotated[
+        Any,
+        _choice(
+            "--resident-state",
+            "Backward packs whose optimizer state stays on the GPU that updates it; default none",
+            metavar="PACKS",
+            parser=indices,
         ),
     ] = None
     residency: Annotated[

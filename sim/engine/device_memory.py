@@ -68,7 +68,8 @@ class _Changes:
         change = np.array([buffer.bytes for buffer in buffers], int)[self._buffers] * np.where(self._frees, -1, 1)
         for gpu, promised in [(-1, plan.host_peak_bytes), *enumerate(plan.gpu_peak_bytes)]:
             here = np.flatnonzero(device == gpu)
-            held = np.cumsum(change[here]) + (plan.host_store_bytes if gpu == -1 else 0)
+            stays = sum(buffer.bytes for buffer in self._schedule.residents if buffer.gpu == gpu)
+            held = np.cumsum(change[here]) + (plan.host_store_bytes if gpu == -1 else stays)
             beyond = here[(held > promised) & ~self._frees[here]]
             if len(beyond):
                 at = beyond[0]
@@ -83,6 +84,10 @@ class _Changes:
         devices = [-1 if buffer.gpu is None else buffer.gpu for buffer in buffers]
         places: list[list[int]] = [[] for _ in promised]  # of each GPU, where buffers in use start: ascending
         owners: list[list[int]] = [[] for _ in promised]  # and which these are
+        for resident in sorted(self._schedule.residents, key=lambda buffer: buffer.offset or 0):
+            if starts[resident.id] >= 0:
+                places[devices[resident.id]].append(starts[resident.id])
+                owners[devices[resident.id]].append(resident.id)
         here = np.flatnonzero((np.array(starts, int) >= 0)[self._buffers])
         changes = zip(here.tolist(), self._buffers[here].tolist(), self._frees[here].tolist(), strict=True)
         for at, buffer, frees in changes:

@@ -25,6 +25,8 @@ class PlanChoice(msgspec.Struct, frozen=True, kw_only=True):
     slots: int | None = None
     prefetch: bool | None = None
     stash: StashPlace | tuple[StashPlace, ...] | None = None
+    resident_weights: tuple[int, ...] | None = None
+    resident_state: tuple[int, ...] | None = None
     gpu_order: tuple[int, ...] | None = None
     split_backward: int | None = None
     overlap_steps: bool | None = None

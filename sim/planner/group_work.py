@@ -21,6 +21,7 @@ from ..hardware.machine import Machine
 from ..plan import HarmonyPlan, Pack, Reduce, StashPlace, UpdateOn, shares
 from ..schedule import TensorKind
 from ..shards import Shards
+from .residence import Residence, Residences
 from .ways import Ways
 
 Size = Callable[[int], int]
@@ -122,6 +123,7 @@ class _Place(NamedTuple):
     split: int
     again: tuple[Pack, ...]
     again_from: StashPlace | None
+    residence: Residence
     u_before: int | None
     gpu_before: int | None
 
@@ -158,6 +160,7 @@ class _Maker:
             self._samples = [stop - start for start, stop in shares(plan.minibatch, plan.gpus)]
         else:
             self._samples = [plan.minibatch] * plan.gpus
+        self._residences = Residences(costs)
         self._jobs: dict[tuple[_Place, tuple[int, ...]], Job] = {}
 
     def jobs(self, plan: HarmonyPlan) -> Iterator[Job]:
@@ -191,6 +194,7 @@ class _Maker:
         backward = [(True, index, pack) for index, pack in reversed(list(enumerate(plan.packs_bwd)))]
         split = split_packs(plan, self._costs)
         u_before = gpu_before = None
+        residents = self._residences.residents(plan)
         for position, (is_backward, index, pack) in enumerate(forward + backward):
             gpu = None if self._parallel else plan.gpu_of_turn(position)
             u = plan.u_bwd if is_backward else plan.u_fwd
@@ -200,6 +204,7 @@ class _Maker:
             through_host = self._parallel or recut
             apart = plan.split_backward if is_backward and pack in split else 0
             again = plan.packs_again(index) if is_backward else range(0)
+            again_packs = tuple(plan.packs_bwd[each] for each in again)
             yield _Place(
                 backward=is_backward,
                 fused=fused,
@@ -210,8 +215,11 @@ class _Maker:
                 through_host=through_host,
                 stash=plan.stash_places.get(index) if is_backward else None,
                 split=apart,
-                again=tuple(plan.packs_bwd[each] for each in again),
+                again=again_packs,
                 again_from=plan.stash_places.get(again.start) if again else None,
+                residence=self._residences.of(
+                    residents, owner, pack, again_packs, state_stays=is_backward and index in plan.resident_state
+                ),
                 u_before=u_before,
                 gpu_before=gpu_before,
             )
@@ -228,7 +236,7 @@ class _Maker:
         costs, into = self._costs, self._ways.into[gpu]
         first, last = place.pack
         batches = Batches.of(self._samples[gpu], place.u)
-        state = costs.weight_bytes(first, last), costs.buffer_bytes(first, last)
+        state = place.residence.weights_in, costs.buffer_bytes(first, last)
         state_ns = sum(map(into.ns, state))
         boundary = self._boundary(place)
         is_first = place.u_before is None
@@ -259,7 +267,7 @@ class _Maker:
             in_ns=state_ns + batches.total(lambda u: sum(into.ns(size(u)) for size in come)),
             in_bytes=sum(state) + sum(map(batches.total_bytes, come)),
             state_bytes=sum(state),
-            held_bytes=sum(state) + self._working_bytes(place, batches.first),
+            held_bytes=place.residence.held + sum(state) + self._working_bytes(place, batches.first),
         )
         outs: list[Size] = [partial(costs.input_bytes, layer) for layer in leaving]
         if self._parallel and place.backward and first > 0:
@@ -276,7 +284,7 @@ class _Maker:
     def _add_again(self, work: Work, place: _Place, batches: Batches) -> None:
         """What it takes to repeat the forwards of some packs."""
         costs, into, speed = self._costs, self._ways.into[work.gpu], self._machine.gpus[work.gpu].speed
-        state = [size(*pack) for pack in place.again for size in (costs.weight_bytes, costs.buffer_bytes)]
+        state = [place.residence.again_in, *(costs.buffer_bytes(*pack) for pack in place.again)]
         source = partial(costs.input_bytes, place.again[0][0])
         come = [] if place.again_from is StashPlace.KEEP else [source]
 
@@ -351,8 +359,10 @@ class _Maker:
             job.update_ns = math.floor(costs.update_ns(*pack, Phase.UPDATE_CPU) / self._machine.host.speed)
         elif updated:
             job.updaters = tuple(work.gpu for work in takers)
-            states = [taken(TensorKind.OPTIMIZER_STATE, pack, work) for work in takers]
+            own = place.residence
+            states = [taken(TensorKind.OPTIMIZER_STATE, pack, work) if own.state else 0 for work in takers]
             weights = [sum(taken(TensorKind.WEIGHT, run, work) for run in updated) for work in takers]
+            weights = weights if scattered else [own.weights_home]
             whole = costs.update_ns(*pack, Phase.UPDATE_GPU)
             parts = [self._shards.updated(pack, gpu) if scattered else 1 for gpu in job.updaters]
             speeds = [self._machine.gpus[gpu].speed for gpu in job.updaters]

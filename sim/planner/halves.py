@@ -42,7 +42,8 @@ class Halves:
     """Halves of plans that have minibatch, update, reduction and order of GPUs in common.
 
     ``parallel``: every GPU runs all packs. ``turns``: the GPUs in the order in which they take turns. ``split``: some
-    backwards are done in two parts, and packs hand on after the first of them.
+    backwards are done in two parts, and packs hand on after the first of them. ``stays``: some weights or optimizer
+    state stay on GPUs; then none of either counts, as packs of both halves decide what still moves.
     """
 
     def __init__(
@@ -56,10 +57,11 @@ class Halves:
         reduce: Reduce,
         turns: Sequence[int],
         split: bool = False,
+        stays: bool = False,
     ) -> None:
         self._costs, self._machine, self._ways = costs, machine, Ways(machine)
         self._parallel, self._update, self._reduce = parallel, update, reduce
-        self._gpus, self._turns, self._split = len(machine.gpus), turns, split
+        self._gpus, self._turns, self._split, self._stays = len(machine.gpus), turns, split, stays
         self._shards = Shards(costs, self._gpus)
         self._scattered = parallel and reduce is Reduce.SCATTER and self._gpus > 1
         self._samples = [b - a for a, b in shares(minibatch, self._gpus)] if parallel else [minibatch]
@@ -82,7 +84,7 @@ class Halves:
         batches = self._batches(u)
         work = np.array([[b.total(partial(costs.forward_ns, *pack)) for b in batches] for pack in packs])
         firsts = [costs.forward_ns(*pack, batches[0].first) for pack in packs]
-        state = costs.weight_bytes(*packs[0]) + costs.buffer_bytes(*packs[0])
+        state = self._group_bytes(packs[0])
         tasks = len(packs) * sum(b.number for b in batches)
         if self._parallel:
             own = work.sum(axis=0) / self._speeds
@@ -190,7 +192,7 @@ class Halves:
             out += self._gpus * gradient
         elif self._update is UpdateOn.CPU:
             out += gradient
-        if self._update is UpdateOn.GPU:
+        if self._update is UpdateOn.GPU and not self._stays:
             layers = [layer for layer in range(costs.layer_count) if costs.updates(layer)]
             state = sum(costs.optimizer_state_bytes(layer, layer) for layer in layers)
             into, out = into + state, out + state + sum(costs.weight_bytes(layer, layer) for layer in layers)
@@ -201,7 +203,11 @@ class Halves:
 
     def _state_bytes(self, last: int) -> int:
         """Weights and buffers up to a layer, on all GPUs that need them."""
-        return len(self._samples) * (self._costs.weight_bytes(0, last) + self._costs.buffer_bytes(0, last))
+        return len(self._samples) * self._group_bytes((0, last))
+
+    def _group_bytes(self, pack: Pack) -> int:
+        """Weights and buffers that come in for a group."""
+        return (0 if self._stays else self._costs.weight_bytes(*pack)) + self._costs.buffer_bytes(*pack)
 
     def _over_layers(self, u: int, size: Callable[[int, int], int]) -> list[int]:
         """Of every layer, bytes of a tensor over the minibatch."""

@@ -60,6 +60,8 @@ class _Options(NamedTuple):
     overlap_steps: bool = False
     stash: StashPlace | tuple[StashPlace, ...] = StashPlace.SWAP
     split_backward: int = 0
+    resident_weights: tuple[int, ...] = ()
+    resident_state: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class _Enumeration:
         self._forward_packers: dict[int, Packer] = {}
         self._forward: dict[tuple[int, int, GpuOrder], _ForwardHalves] = {}
         self._known_halves: dict[tuple[UpdateOn, Reduce, GpuOrder, bool], Halves] = {}
+        self._stays = any((*(space.resident_weights or ()), *(space.resident_state or ())))
         self._expectations = Expectations(costs, machine, parallel=self._parallel)
         self._thinned = False
 
@@ -188,18 +191,19 @@ class _Enumeration:
                 self._space.overlap_steps or (False,),
                 self._space.stash or (StashPlace.SWAP,),
                 splits,
+                self._space.resident_weights or ((),),
+                self._space.resident_state or ((),),
             )
             for options in map(_Options._make, choices):
                 halves = self._halves(options)
                 for u, packs in cuts:
                     try:
-                        stash = stash_places(packs, options.stash)
+                        plan = self._plan(u, _one_pack(packs[-1][0]), u, packs, options)
                     except PlanError as error:
                         self._refusals.add(self._policy, Reason.PLAN, error)
                         continue
-                    before = _one_pack(packs[-1][0])
-                    expected = self._expectations.backward_ns(self._plan(u, before, u, packs, options))
-                    yield _BackwardHalf(options, u, packs, halves.backward(u, packs, stash), expected)
+                    busy = halves.backward(u, packs, plan.stash_places)
+                    yield _BackwardHalf(options, u, packs, busy, self._expectations.backward_ns(plan))
 
     def _forward_halves(self, stop: int, u: int, gpu_order: GpuOrder) -> _ForwardHalves:
         """All forward halves of the layers before ``stop`` and this microbatch size; alike for all other options."""
@@ -272,6 +276,7 @@ class _Enumeration:
                 reduce=options.reduce,
                 turns=options.gpu_order or range(self._gpus),
                 split=options.split_backward > 0,
+                stays=self._stays,
             )
         return self._known_halves[key]
 

@@ -175,11 +175,11 @@ def describe(plan: Plan) -> str:
             slots = f", slots {plan.slots}" if plan.slots else ""
             overlap = ", steps overlap" if plan.overlap_steps else ""
             turns = f", GPUs {','.join(map(str, plan.gpu_order))}" if plan.gpu_order else ""
-            stash = _stash(plan)
+            stays = _stash(plan) + _residents(plan)
             split = f", split {plan.split_backward}" if plan.split_backward else ""
             return (
                 f"{plan.policy.value} u {plan.u_fwd}/{plan.u_bwd}, packs {_count(plan.packs_fwd)}/"
-                f"{_count(plan.packs_bwd)}, update {plan.update.value}{slots}{turns}{overlap}{stash}{split}"
+                f"{_count(plan.packs_bwd)}, update {plan.update.value}{slots}{turns}{overlap}{stays}{split}"
             )
         case PagedPlan():
             saved = "" if plan.recompute else ", no recompute"
@@ -195,6 +195,12 @@ def _stash(plan: HarmonyPlan) -> str:
         return ""
     words = [place.value if len(counts) == 1 else f"{count} {place.value}" for place, count in counts.items()]
     return f", stash {' '.join(words)}"
+
+
+def _residents(plan: HarmonyPlan) -> str:
+    """Of how many backward packs weights or optimizer state stay on GPUs; nothing if of none."""
+    weights, state = len(plan.resident_weights), len(plan.resident_state)
+    return (f", resident weights {weights}" if weights else "") + (f", resident state {state}" if state else "")
 
 
 def _count(packs: tuple[Pack, ...]) -> int:

@@ -36,6 +36,8 @@ class Space:
     slots: tuple[int | None, ...] | None = None
     prefetch: tuple[bool, ...] = (True,)
     stash: tuple[StashPlace | tuple[StashPlace, ...], ...] | None = None
+    resident_weights: tuple[tuple[int, ...], ...] | None = None
+    resident_state: tuple[tuple[int, ...], ...] | None = None
     gpu_order: tuple[tuple[int, ...] | None, ...] | None = None
     split_backward: tuple[int, ...] | None = None
     overlap_steps: tuple[bool, ...] | None = None

@@ -17,7 +17,7 @@ from ..builders.order import split_packs
 from ..errors import PlanError
 from ..hardware.machine import Machine
 from ..hardware.switches import cross_order
-from ..plan import HarmonyPlan, Plan, StashPlace, fields_of, pieces
+from ..plan import HarmonyPlan, Plan, StashPlace, UpdateOn, fields_of, pieces
 from .space import Space
 
 _Values = Callable[[HarmonyPlan, Costs, Machine], Iterable[Any]]
@@ -49,12 +49,25 @@ def _overlaps(plan: HarmonyPlan, costs: Costs, machine: Machine) -> list[bool]:
 def _stashes(plan: HarmonyPlan, costs: Costs, machine: Machine) -> list[StashPlace | tuple[StashPlace, ...]]:
     """All in one place; or on GPUs only those of the last half, quarter, … of the packs, which wait the least."""
     count = len(plan.stash_places)
-    partly: list[StashPlace | tuple[StashPlace, ...]] = []
-    kept = count // 2
-    while kept:
-        partly.append((StashPlace.SWAP,) * (count - kept) + (StashPlace.KEEP,) * kept)
-        kept //= 2
+    partly = [(StashPlace.SWAP,) * (count - kept) + (StashPlace.KEEP,) * kept for kept in _halved(count // 2)]
     return [*StashPlace, *partly] if count else []
+
+
+def _residents(plan: HarmonyPlan, costs: Costs, machine: Machine) -> list[tuple[int, ...]]:
+    """None, all backward packs, or the last half of them, quarter, …; dealt round robin, these are on all GPUs."""
+    count = len(plan.packs_bwd)
+    return [(), *(tuple(range(count - stay, count)) for stay in _halved(count))]
+
+
+def _resident_states(plan: HarmonyPlan, costs: Costs, machine: Machine) -> list[tuple[int, ...]]:
+    return _residents(plan, costs, machine) if plan.update is UpdateOn.GPU else [()]
+
+
+def _halved(count: int) -> Iterator[int]:
+    """``count``, its half, … down to 1."""
+    while count:
+        yield count
+        count //= 2
 
 
 _VARIED: Mapping[str, _Values] = {
@@ -62,6 +75,8 @@ _VARIED: Mapping[str, _Values] = {
     "overlap_steps": _overlaps,
     "split_backward": _splits,
     "stash": _stashes,
+    "resident_weights": _residents,
+    "resident_state": _resident_states,
 }
 """By field, in the order in which they are tried."""
 

@@ -79,6 +79,7 @@ def held_at_peaks(schedule: Schedule, steps: Sequence[Sequence[MemoryChange]]) -
 
 def _in_total_order(schedule: Schedule) -> Iterable[MemoryChange]:
     """Allocations and frees as if each task ended before the next one starts; times are places in that order."""
+    yield from (MemoryChange(-1, buffer, buffer.bytes) for buffer in schedule.residents)
     for task in schedule.tasks:
         for number in task.allocates:
             buffer = schedule.buffers[number]

@@ -104,7 +104,15 @@ def memory_changes(schedule: Schedule, times: StepTimes) -> list[MemoryChange]:
     return sorted(_planned_changes(schedule, times), key=attrgetter("time_ns"))
 
 
+def resident_changes(schedule: Schedule, start_ns: int, end_ns: int) -> Iterator[MemoryChange]:
+    """What a step between these times holds throughout."""
+    for buffer in schedule.residents:
+        yield MemoryChange(start_ns, buffer, buffer.bytes)
+        yield MemoryChange(end_ns, buffer, -buffer.bytes)
+
+
 def _planned_changes(schedule: Schedule, times: StepTimes) -> Iterator[MemoryChange]:
+    yield from resident_changes(schedule, min(times.start_ns, default=0), max(times.end_ns, default=0))
     for task, start, end in zip(schedule.tasks, times.start_ns, times.end_ns, strict=True):
         for time, ids, sign in ((start, task.allocates, 1), (end, task.frees, -1)):
             for number in ids:

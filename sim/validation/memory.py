@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from ..builders.memory import ALIGNMENT
-from ..schedule import Buffer, Schedule, Task, TaskKind
+from ..schedule import Buffer, Schedule, Task, TaskKind, TensorKind
 from .happens_before import HappensBefore
 
 
@@ -20,6 +20,8 @@ def memory_faults(schedule: Schedule, surely: HappensBefore) -> Iterator[str]:
     yield from _life_faults(lives)
     for buffer in schedule.buffers:
         yield from _use_faults(buffer, lives, surely)
+    for buffer in schedule.residents:
+        yield from _resident_faults(buffer)
     yield from _device_faults(schedule)
     if lives.all_whole:
         yield from _overlap_faults(lives, surely)
@@ -43,17 +45,31 @@ class _Lives:
 
     @property
     def all_whole(self) -> bool:
-        """Whether each buffer is allocated once and freed once."""
-        return all(len(tasks) == 1 for table in (self.allocates, self.frees) for tasks in table)
+        """Whether each buffer is allocated once and freed once, but for those that are there all the time."""
+        return all(
+            len(tasks) == (0 if buffer.resident else 1) and (buffer.offset is not None or not buffer.resident)
+            for table in (self.allocates, self.frees)
+            for buffer, tasks in zip(self.schedule.buffers, table, strict=True)
+        )
 
 
 def _life_faults(lives: _Lives) -> Iterator[str]:
     for verb, table in (("allocated", lives.allocates), ("freed", lives.frees)):
         for buffer, tasks in zip(lives.schedule.buffers, table, strict=True):
+            if buffer.resident:
+                yield from (f"{buffer} is there from step to step, and {verb} by {task}" for task in tasks)
+                continue
             if not tasks:
                 yield f"{buffer} is never {verb}"
             if len(tasks) > 1:
                 yield f"{buffer} is {verb} {len(tasks)} times: by {' and by '.join(map(str, tasks))}"
+
+
+def _resident_faults(buffer: Buffer) -> Iterator[str]:
+    if buffer.kind not in (TensorKind.WEIGHT, TensorKind.OPTIMIZER_STATE):
+        yield f"{buffer} stays from step to step; only weights and optimizer state may"
+    if buffer.gpu is None or buffer.offset is None:
+        yield f"{buffer} stays from step to step and has no place on a GPU"
 
 
 def _use_faults(buffer: Buffer, lives: _Lives, surely: HappensBefore) -> Iterator[str]:
@@ -71,7 +87,7 @@ def _use_faults(buffer: Buffer, lives: _Lives, surely: HappensBefore) -> Iterato
     readers: list[Task] = []  # since then
     for task in users:
         writes = buffer.id in task.writes
-        if writer is None and not writes:
+        if writer is None and not writes and not buffer.resident:
             yield f"{task} reads {buffer} before anything has written it"
         others = [*([] if writer is None else [writer]), *(readers if writes else [])]
         for other in others:
@@ -116,6 +132,11 @@ def _overlap_faults(lives: _Lives, surely: HappensBefore) -> Iterator[str]:
     Per address it is enough to compare each buffer with the one before it there: the order is transitive.
     """
     owners: dict[int | None, _Owners] = {}
+    for buffer in lives.schedule.residents:
+        assert buffer.offset is not None, "else the buffers are not whole"
+        stop = buffer.offset + buffer.bytes
+        for other in owners.setdefault(buffer.gpu, _Owners()).take(buffer.offset, stop, buffer.id):
+            yield f"{buffer} and {lives.schedule.buffers[other]} both stay at the same addresses"
     for task in lives.schedule.tasks:
         for number in task.allocates:
             buffer = lives.schedule.buffers[number]
@@ -123,9 +144,12 @@ def _overlap_faults(lives: _Lives, surely: HappensBefore) -> Iterator[str]:
                 continue
             taken = owners.setdefault(buffer.gpu, _Owners()).take(buffer.offset, buffer.offset + buffer.bytes, number)
             for other in taken:
+                before = lives.schedule.buffers[other]
+                if before.resident:
+                    yield f"{task} puts {buffer} over {before}, which stays there"
+                    continue
                 free = lives.frees[other][0]
                 if not surely(free.id, task.id):
-                    before = lives.schedule.buffers[other]
                     yield f"{task} may put {buffer} over {before} before {free} has freed that"
 
 

@@ -6,7 +6,7 @@
    layer is updated once.
 4. Shards: a task that needs whole tensors finds them whole.
 5. Memory: every buffer is there when it is used, whatever the timing, and peaks are what the plan says. Nothing in the
-   host store is read while it is written.
+   host store is read while it is written. What stays on a GPU from step to step is not left out of date (with a trace).
 6. With a trace: bytes are what the trace says.
 """
 
@@ -24,6 +24,7 @@ from .byte_counts import byte_faults
 from .happens_before import HappensBefore
 from .home import home_faults
 from .memory import memory_faults
+from .residents import resident_faults
 from .shards import shard_faults
 from .work import order_faults, part_faults, pass_faults, update_faults
 
@@ -48,7 +49,7 @@ def validate(schedule: Schedule, trace: Trace | None = None) -> None:
         faults = chain(faults, memory_faults(schedule, surely))
         faults = chain(faults, home_faults(schedule, surely, costs))
         if costs is not None:
-            faults = chain(faults, byte_faults(schedule, costs))
+            faults = chain(faults, byte_faults(schedule, costs), resident_faults(schedule, surely, costs))
     found = tuple(faults)
     if found:
         raise ScheduleError(found)

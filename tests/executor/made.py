@@ -136,10 +136,10 @@ def mlp(widths: Sequence[int] = (6, 10, 7, 9, 5), *, seed: int = 0, dropout: flo
     return nn.Sequential(*layers)
 
 
-def tied(width: int = 4) -> nn.Sequential:
-    """Linear layers in float64 without bias; the first and the third share their weight."""
+def tied(width: int = 4, *, bias: bool = False) -> nn.Sequential:
+    """Linear layers in float64; the first and the third share their weight, but not their bias, if there is any."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False, dtype=torch.float64) for _ in range(4)))
+    model = nn.Sequential(*(nn.Linear(width, width, bias=bias, dtype=torch.float64) for _ in range(4)))
     model[2].weight = model[0].weight
     return model
 

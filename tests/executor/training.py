@@ -94,14 +94,14 @@ def normalised_chain() -> Workload:
     return Workload("normalised chain", model, nn.functional.cross_entropy, made.vectors())
 
 
-def tied_chain() -> Workload:
+def tied_chain(*, bias: bool = False) -> Workload:
     """Five layers of which the first and the third share their weight."""
 
     def batch(samples: int, seed: int) -> tuple[Tensor, Tensor]:
         inputs, _ = made.vectors(8)(samples, seed)
         return inputs[:, :4], inputs[:, 4:]
 
-    return Workload("tied chain", made.tied(), made.mse, batch)
+    return Workload("tied chain", made.tied(bias=bias), made.mse, batch)
 
 
 def gpt2(dropout: float = 0.0) -> Workload:
@@ -242,6 +242,25 @@ def stash_plans(packs: tuple[tuple[Pack, ...], tuple[Pack, ...]], u: int = 3) ->
     ]
 
 
+def resident_plans(packs: tuple[tuple[Pack, ...], tuple[Pack, ...]]) -> list[Plan]:
+    """Weights and optimizer state of some packs or all stay on one to three GPUs."""
+    every = tuple(range(len(packs[1])))
+    return [
+        harmony(policy, gpus, (4, 2), packs, **options)
+        for policy, gpus in (
+            (Policy.HARMONY_DP, 1),
+            (Policy.HARMONY_DP, 2),
+            (Policy.HARMONY_PP, 2),
+            (Policy.HARMONY_PP, 3),
+        )
+        for options in (
+            {"update": UpdateOn.CPU, "resident_weights": every},
+            {"update": UpdateOn.GPU, "resident_weights": every, "resident_state": every[1:]},
+            {"update": UpdateOn.GPU, "resident_weights": every[::2], "resident_state": every, "reduce": Reduce.SCATTER},
+        )
+    ]
+
+
 CHAIN_PACKS = ((0, 1), (2, 3), (4, 4)), ((0, 2), (3, 4), (5, 7))
 CHAIN_STASHES = ((0, 1), (2, 3), (4, 4)), ((0, 0), (1, 2), (3, 3), (4, 4), (5, 7))
 GPT2_PACKS = ((0, 0), (1, 2)), ((0, 1), (2, 2), (3, 6))
@@ -266,6 +285,7 @@ def name_of(plan: Plan) -> str:
     values = [getattr(plan, name, None) for name in fields]
     if isinstance(plan, HarmonyPlan):
         values += plan.stash_places.values()
+        values += ["resident", *plan.resident_weights, "state", *plan.resident_state] if plan.resident_weights else []
     return "-".join(str(getattr(value, "value", value)) for value in values if value is not None)
 
 

@@ -124,22 +124,65 @@ def _again(plan: HarmonyPlan) -> _Again:
     return again
 
 
+class _Resident(NamedTuple):
+    """Bytes of weights that need not come in or go out, because they stay; and of optimizer state, either way."""
+
+    weights_in: int
+    weights_out: int
+    state: int
+
+
+def _resident(plan: HarmonyPlan, s: Letters) -> _Resident:
+    """A pack whose weights stay comes in once after its update, wherever that is not; and not for the forward, the
+    backward and what is repeated. It does not go home if it is used on one GPU alone."""
+    gpus = plan.gpus
+    in_pipeline = plan.policy is Policy.HARMONY_PP and gpus > 1
+    on_gpu = plan.update is UpdateOn.GPU
+    in_place = on_gpu and (gpus == 1 or plan.reduce is not Reduce.SCATTER)
+    weights_in = weights_out = 0
+    again = [index for packs in map(plan.packs_again, range(len(plan.packs_bwd))) for index in packs]
+    for pack in plan.resident_weights:
+        first, last = plan.packs_bwd[pack]
+        weight = s.costs.weight_bytes(first, last)
+        if not in_pipeline:
+            forward = pack < len(plan.packs_bwd) - 1
+            weights_in += weight * (gpus * (1 + forward + again.count(pack)) - gpus + in_place)
+            weights_out += weight if on_gpu and gpus == 1 else 0
+            continue
+        own = _backward_gpu(plan, first)
+        weights_in += weight * on_gpu
+        repeated_on = [
+            _backward_gpu(plan, plan.packs_bwd[index][0])
+            for index in range(len(plan.packs_bwd))
+            if pack in plan.packs_again(index)
+        ]
+        weights_in += weight * repeated_on.count(own)
+        for layer in range(first, last + 1):
+            forward_on = [plan.gpu_of_turn(at) for at, (a, b) in enumerate(plan.packs_fwd) if a <= layer <= b]
+            size = s.costs.weight_bytes(layer, layer)
+            weights_in += size * forward_on.count(own)
+            weights_out += size * (on_gpu and {own} == {own, *forward_on, *repeated_on})
+    state = sum(s.costs.optimizer_state_bytes(*plan.packs_bwd[pack]) for pack in plan.resident_state)
+    return _Resident(weights_in, weights_out, state)
+
+
 def _data_parallel(plan: HarmonyPlan, s: Letters) -> Moved:
-    fused, again = plan.packs_bwd[-1], _again(plan)
+    fused, again, resident = plan.packs_bwd[-1], _again(plan), _resident(plan, s)
     forward_firsts, stash_points = _firsts(plan.packs_fwd[1:]), _stashed(plan, StashPlace.SWAP)
     boundaries = sum(map(s.x, [*forward_firsts, fused[0]]))
     gradients = sum(map(s.g, _firsts(plan.packs_bwd[1:])))
     by_host = plan.reduce is Reduce.HOST and plan.gpus > 1
     on_gpu = plan.update is UpdateOn.GPU
-    updated = {TensorKind.WEIGHT: s.w, TensorKind.OPTIMIZER_STATE: s.k} if on_gpu else {}
+    updated = {TensorKind.WEIGHT: s.w - resident.weights_out, TensorKind.OPTIMIZER_STATE: s.k - resident.state}
     both_ways = {TensorKind.ACTIVATION: boundaries, TensorKind.ACTIVATION_GRADIENT: gradients}
     return {
         TaskKind.SWAP_IN: Counter(
             {
-                TensorKind.WEIGHT: plan.gpus * (2 * s.w - s.costs.weight_bytes(*fused) + s.weights(again.layers)),
+                TensorKind.WEIGHT: plan.gpus * (2 * s.w - s.costs.weight_bytes(*fused) + s.weights(again.layers))
+                - resident.weights_in,
                 TensorKind.BUFFER: plan.gpus * (2 * s.b - s.costs.buffer_bytes(*fused) + s.buffers(again.layers)),
                 TensorKind.GRADIENT: s.dw if on_gpu and by_host else 0,
-                TensorKind.OPTIMIZER_STATE: s.k if on_gpu else 0,
+                TensorKind.OPTIMIZER_STATE: s.k - resident.state if on_gpu else 0,
                 TensorKind.STASH: sum(map(s.x, [*stash_points, *filter(None, again.swapped)])),
                 TensorKind.DATA: (2 + again.swapped.count(0)) * s.x(0) + s.labels,
                 **both_ways,
@@ -147,7 +190,7 @@ def _data_parallel(plan: HarmonyPlan, s: Letters) -> Moved:
         ),
         TaskKind.SWAP_OUT: Counter(
             {
-                **updated,
+                **(updated if on_gpu else {}),
                 TensorKind.BUFFER: s.b_changed,
                 TensorKind.GRADIENT: plan.gpus * s.dw if by_host else 0 if on_gpu else s.dw,
                 TensorKind.STASH: sum(s.x(point) for point in stash_points if point not in forward_firsts),
@@ -160,7 +203,7 @@ def _data_parallel(plan: HarmonyPlan, s: Letters) -> Moved:
 
 
 def _pipeline(plan: HarmonyPlan, s: Letters) -> Moved:
-    fused, again = plan.packs_bwd[-1], _again(plan)
+    fused, again, resident = plan.packs_bwd[-1], _again(plan), _resident(plan, s)
     stash = sum(map(s.x, _stashed(plan, StashPlace.SWAP)))
     crossing = [layer for layer in _stashed(plan, StashPlace.KEEP) if _crosses(plan, layer)]
     through_host = s.x(fused[0]) if plan.u_fwd != plan.u_bwd else 0
@@ -168,9 +211,12 @@ def _pipeline(plan: HarmonyPlan, s: Letters) -> Moved:
     return {
         TaskKind.SWAP_IN: Counter(
             {
-                TensorKind.WEIGHT: 2 * s.w - s.costs.weight_bytes(*fused) + s.weights(again.layers),
+                TensorKind.WEIGHT: 2 * s.w
+                - s.costs.weight_bytes(*fused)
+                + s.weights(again.layers)
+                - resident.weights_in,
                 TensorKind.BUFFER: 2 * s.b - s.costs.buffer_bytes(*fused) + s.buffers(again.layers),
-                TensorKind.OPTIMIZER_STATE: s.k if on_gpu else 0,
+                TensorKind.OPTIMIZER_STATE: s.k - resident.state if on_gpu else 0,
                 TensorKind.STASH: stash + sum(map(s.x, filter(None, again.swapped))),
                 TensorKind.ACTIVATION: through_host,
                 TensorKind.DATA: (2 + again.swapped.count(0)) * s.x(0) + s.labels,
@@ -178,10 +224,10 @@ def _pipeline(plan: HarmonyPlan, s: Letters) -> Moved:
         ),
         TaskKind.SWAP_OUT: Counter(
             {
-                TensorKind.WEIGHT: s.w if on_gpu else 0,
+                TensorKind.WEIGHT: s.w - resident.weights_out if on_gpu else 0,
                 TensorKind.BUFFER: s.b_changed,
                 TensorKind.GRADIENT: 0 if on_gpu else s.dw,
-                TensorKind.OPTIMIZER_STATE: s.k if on_gpu else 0,
+                TensorKind.OPTIMIZER_STATE: s.k - resident.state if on_gpu else 0,
                 TensorKind.STASH: stash,
                 TensorKind.ACTIVATION: through_host,
             }

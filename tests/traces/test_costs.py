@@ -247,6 +247,7 @@ def test_several_tied_groups_give_all_partners_once() -> None:
     costs = Costs(trace)
     assert costs.tied_partners(0) == (1, 2, 4)
     assert costs.tied_partners(2) == ()
+    assert [costs.tied_owners(at) for at in range(5)] == [(), (0,), (0,), (), (0,)]
 
 
 def test_where_numbers_come_from_is_counted_once_per_layer_and_size() -> None:

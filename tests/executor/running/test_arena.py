@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from executor.errors import OutOfArena
@@ -109,3 +110,14 @@ def test_nothing_is_used_that_is_not_held() -> None:
         arena.allocate(only)
     arena.clear()
     arena.allocate(only)
+
+
+def test_residents_are_held_from_the_start_and_for_good() -> None:
+    resident, other = replace(buffer(0, 10, 0), resident=True), buffer(1, 10, 5)
+    arena = Arena(0, [resident, other], 100, take)
+    memory = arena.block(resident).bytes
+    assert arena.held() == []
+    with pytest.raises(OutOfArena, match="buffer 0 lies at 0-10"):
+        arena.allocate(other)
+    arena.clear()
+    assert arena.block(resident).bytes is memory

@@ -24,7 +24,7 @@ class Ledger:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.held: set[int] = set()
+        self.held = {buffer.id for buffer in schedule.residents}
 
     def allocate(self, number: int) -> int:
         assert number not in self.held
@@ -87,7 +87,7 @@ def test_no_task_starts_before_what_it_waits_for_has_ended(seed: int) -> None:
 
     walked = LaneRunner(schedule, EmulatedDevices(made.machine(4)), ledger).run(0, perform)
     assert len(ended) == len(schedule.tasks)
-    assert ledger.held == set()
+    assert ledger.held == {buffer.id for buffer in schedule.residents}
     assert walked.copied_bytes == [task.bytes for task in schedule.tasks]
     changes = [(change.buffer, change.bytes > 0) for change in walked.changes]
     assert sorted(changes) == sorted(

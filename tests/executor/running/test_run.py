@@ -51,6 +51,7 @@ from tests.executor.training import (
     paged,
     plainly,
     plans,
+    resident_plans,
     stash_plans,
     tied_chain,
     trace_of,
@@ -64,7 +65,7 @@ from traces.costs import Costs
 
 CHAIN_PLANS = [*plans(CHAIN_PACKS, 1), *plans(CHAIN_PACKS, 2), *plans(CHAIN_PACKS, 3)[::4]]
 GPT2_PLANS = [*plans(GPT2_PACKS, 1)[::2], *plans(GPT2_PACKS, 2)]
-CHAIN_PLANS += stash_plans(CHAIN_STASHES)
+CHAIN_PLANS += stash_plans(CHAIN_STASHES) + resident_plans(CHAIN_PACKS)
 CASES = [(chain, plan) for plan in CHAIN_PLANS] + [(gpt2, plan) for plan in GPT2_PLANS]
 
 
@@ -107,6 +108,7 @@ class TestOneStep:
 
 class TestSeveralSteps:
     FROZEN = partial(chain, frozen=True)
+    BIASED = partial(tied_chain, bias=True)
 
     @pytest.mark.parametrize("make", [chain, FROZEN, tied_chain, gpt2], ids=["chain", "frozen", "tied", "gpt2"])
     @pytest.mark.parametrize("policy", Policy)
@@ -121,6 +123,17 @@ class TestSeveralSteps:
             plan = harmony(policy, 2, (4, 2), packs, update=update)
         ran = train(workload, plan, steps=1, warmup_steps=1, optimizer=adam, state_tensors=2)
         assert differences(ran.trained, plainly(make, 2, adam)) == {}
+
+    @pytest.mark.parametrize(
+        "make", [chain, FROZEN, tied_chain, BIASED, gpt2], ids=["chain", "frozen", "tied", "tied with biases", "gpt2"]
+    )
+    @pytest.mark.parametrize("number", range(12))
+    def test_with_residents_are_those_of_plain_training(self, make: Make, number: int) -> None:
+        workload = make()
+        last = len(workload.layers()) - 1
+        plan = resident_plans((((0, 0), (1, 1)), ((0, 0), (1, 1), (2, last))))[number]
+        ran = train(workload, plan, steps=3, optimizer=adam, state_tensors=2)
+        assert differences(ran.trained, plainly(make, 3, adam)) == {}
 
     def test_are_in_the_timeline_with_those_that_warm_up(self) -> None:
         ran = train(chain(), dp_swap(2, 4), steps=2, warmup_steps=1)

@@ -14,7 +14,7 @@ from executor.errors import NeverFreed, TaskFailed
 from executor.models.workloads import Workload
 from executor.running.session import Session
 from sim.builders import build
-from sim.plan import Plan, Policy, Reduce, Residency, StashPlace, UpdateOn
+from sim.plan import HarmonyPlan, Plan, Policy, Reduce, Residency, StashPlace, UpdateOn
 from sim.schedule import Schedule
 from tests.executor import made
 from tests.executor.training import (
@@ -32,16 +32,12 @@ from tests.executor.training import (
 )
 
 PACKS = ((0, 1), (2, 4)), ((0, 2), (3, 4), (5, 7))
-EACH_UPDATE = pytest.mark.parametrize(
-    "plan",
-    [
-        harmony(Policy.HARMONY_DP, 2, (3, 3), PACKS),
-        harmony(Policy.HARMONY_DP, 2, (3, 3), PACKS, update=UpdateOn.GPU),
-        harmony(Policy.HARMONY_PP, 2, (4, 2), PACKS, update=UpdateOn.GPU),
-        dp_swap(2, 3, residency=Residency.NONE),
-    ],
-    ids=name_of,
-)
+HARMONY_PLANS = [
+    harmony(Policy.HARMONY_DP, 2, (3, 3), PACKS),
+    harmony(Policy.HARMONY_DP, 2, (3, 3), PACKS, update=UpdateOn.GPU),
+    harmony(Policy.HARMONY_PP, 2, (4, 2), PACKS, update=UpdateOn.GPU),
+]
+EACH_UPDATE = pytest.mark.parametrize("plan", [*HARMONY_PLANS, dp_swap(2, 3, residency=Residency.NONE)], ids=name_of)
 
 
 def start(
@@ -191,3 +187,30 @@ def test_steps_that_overlap_train_as_plain_pytorch_does(make: Make, plan: Plan) 
         assert after.times.copied_bytes == before.times.copied_bytes == alone.times.copied_bytes
         assert all(after.times.start_ns[task] >= before.times.end_ns[task] for task in ids)
     assert min(together[2].times.start_ns) >= max(together[0].times.end_ns)
+
+
+@pytest.mark.parametrize("plan", HARMONY_PLANS, ids=name_of)
+def test_what_stays_on_gpus_comes_home_when_asked(plan: HarmonyPlan) -> None:
+    """In between, training goes on from what stays there."""
+    packs = tuple(range(len(plan.packs_bwd)))
+    stays = replace(plan, resident_weights=packs, resident_state=packs if plan.update is UpdateOn.GPU else ())
+    workload, reference = chain(), chain()
+    optimizer, expected = adam(workload.model.parameters()), adam(reference.model.parameters())
+    session = start(workload, stays, optimizer)
+    for number in range(3):
+        session.step(*workload.batch(MINIBATCH, SEED + number))
+        plain_step(reference, expected, number)
+        if number != 0:
+            session.write_home()
+            assert_close(dict(workload.model.state_dict()), dict(reference.model.state_dict()))
+            assert_close(optimizer.state_dict()["state"], expected.state_dict()["state"])
+
+
+def test_a_step_that_fails_leaves_what_stays_where_it_was() -> None:
+    workload = chain()
+    plan = harmony(Policy.HARMONY_DP, 1, (4, 4), PACKS, resident_weights=(0, 1))
+    session = start(workload, plan, adam(workload.model.parameters()))
+    inputs, labels = workload.batch(MINIBATCH, SEED)
+    with pytest.raises(TaskFailed):
+        session.step(inputs, labels + 100)
+    session.step(inputs, labels)

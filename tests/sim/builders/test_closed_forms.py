@@ -82,6 +82,33 @@ def test_stashes_may_stay_on_gpus_or_be_made_again(places, packing, policy, gpus
     assert moved(schedule) == closed_forms(plan, costs)
 
 
+@pytest.mark.parametrize("gpus", [1, 2, 3])
+@pytest.mark.parametrize("policy", [Policy.HARMONY_DP, Policy.HARMONY_PP])
+@pytest.mark.parametrize("packing", range(len(PACKINGS)))
+@pytest.mark.parametrize(
+    ("update", "stash", "reduce"),
+    [
+        (UpdateOn.CPU, StashPlace.SWAP, Reduce.RING),
+        (UpdateOn.GPU, StashPlace.RECOMPUTE, Reduce.RING),
+        (UpdateOn.GPU, StashPlace.KEEP, Reduce.HOST),
+        (UpdateOn.GPU, StashPlace.SWAP, Reduce.SCATTER),
+    ],
+)
+@pytest.mark.parametrize("which", ["last", "all"])
+def test_what_stays_from_step_to_step_need_not_be_swapped(which, update, stash, reduce, packing, policy, gpus):
+    costs = costs_of(2)
+    forward, backward = PACKINGS[packing]
+    every = tuple(range(len(backward)))
+    packs = every if which == "all" else every[-1:]
+    plan = HarmonyPlan(
+        policy=policy, minibatch=8, gpus=gpus, u_fwd=3, u_bwd=3, packs_fwd=forward, packs_bwd=backward, update=update,
+        reduce=reduce, stash=stash, resident_weights=packs, resident_state=packs if update is UpdateOn.GPU else (),
+    )  # fmt: skip
+    schedule = build_from_costs(plan, costs, machine(gpus))
+    validate(schedule, costs.trace)
+    assert moved(schedule) == closed_forms(plan, costs)
+
+
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("packing", range(len(PACKINGS)))
 @pytest.mark.parametrize("gpus", [2, 3])

@@ -237,3 +237,46 @@ def test_a_pipeline_repeats_layers_on_the_gpu_of_the_backward_that_needs_them():
     ]  # fmt: skip
     back_to_it = [name for name in lane(schedule, 1, Lane.P2P_OUT) if "stash" in name]
     assert back_to_it == ["stash 1-1.0", "stash 1-1.1"]
+
+
+def weights_in(schedule: Schedule, gpu: int) -> list[str]:
+    return [name for name in lane(schedule, gpu, Lane.SWAP_IN) if name.startswith("weight")]
+
+
+def test_weights_that_stay_come_in_once_after_their_update_by_another():
+    """In place on the GPU that updates them: pack 1 on GPU 1, pack 0 on GPU 0."""
+    fields = {"policy": Policy.HARMONY_DP, "update": UpdateOn.GPU, "resident_weights": (0, 1)}
+    schedule = build(plan(**fields), uniform_trace(4), machine(2))
+    assert [weights_in(schedule, gpu) for gpu in range(2)] == [["weight 2-2"], ["weight 0-1"]]  # layer 3 has none
+    by_host = build(plan(**fields | {"update": UpdateOn.CPU}), uniform_trace(4), machine(2))
+    assert weights_in(by_host, 0) == ["weight 2-2", "weight 0-1"]
+
+
+def test_a_forward_brings_in_only_what_does_not_stay():
+    """Forward and backward packs on GPU 0: 0-1, 4-6 and then 3-4; of these the weights of 3-4 stay."""
+    fields = {"packs_fwd": ((0, 1), (2, 3), (4, 4)), "packs_bwd": ((0, 2), (3, 4), (5, 6)), "update": UpdateOn.GPU}
+    swapped = build(plan(**fields), uniform_trace(7), machine(2))
+    stays = build(plan(resident_weights=(1,), **fields), uniform_trace(7), machine(2))
+    assert weights_in(swapped, 0) == ["weight 0-1", "weight 4-4", "weight 3-3", "weight 4-4"]
+    assert weights_in(stays, 0) == ["weight 0-1"]
+    assert weights_in(stays, 1) == weights_in(swapped, 1)
+
+
+def test_on_one_gpu_what_stays_moves_no_more():
+    packs = {"packs_fwd": (), "packs_bwd": ((0, 3),)}
+    fields = packs | {"gpus": 1, "update": UpdateOn.GPU, "resident_weights": (0,), "resident_state": (0,)}
+    schedule = build(plan(**fields), uniform_trace(4), machine(1))
+    assert {task.tensor_kind for task in schedule.copies(TaskKind.SWAP_IN, TaskKind.SWAP_OUT)} == {TensorKind.DATA}
+
+
+def test_what_stays_needs_its_memory_all_the_time():
+    trace = uniform_trace(7)
+    fields = {"policy": Policy.HARMONY_DP, "gpus": 1} | SEVEN
+    peak = build(plan(**fields), trace, machine(1)).memory.gpu_peak_bytes[0]
+    stays = build(plan(resident_weights=(0, 1), **fields), trace, machine(1))
+    assert stays.memory.gpu_peak_bytes[0] > peak
+    weights = Costs(trace).weight_bytes(0, 6)
+    with pytest.raises(DoesNotFit, match="from step to step: --resident-weights, --resident-state"):
+        build(plan(resident_weights=(0, 1, 2, 3), **fields), trace, machine(1, weights + 10**4))
+    with pytest.raises(DoesNotFit, match=r"B, which stays from step to step, and the [0-9]+ B that do as well"):
+        build(plan(resident_weights=(0, 1, 2, 3), **fields), trace, machine(1, weights - 1))

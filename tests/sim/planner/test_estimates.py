@@ -61,6 +61,8 @@ def harmony_plans(draw: st.DrawFn, gpus: int, layers: int) -> HarmonyPlan:
     packs_bwd = packs(draw, layers)
     u_fwd, u_bwd = draw(st.integers(1, 8)), draw(st.integers(1, 8))
     places = st.sampled_from([place for place in StashPlace if u_fwd == u_bwd or place is not StashPlace.KEEP])
+    update = draw(st.sampled_from(UpdateOn))
+    some = st.sets(st.integers(0, len(packs_bwd) - 1)).map(sorted).map(tuple)
     return HarmonyPlan(
         policy=draw(st.sampled_from((Policy.HARMONY_DP, Policy.HARMONY_PP))),
         minibatch=draw(st.integers(gpus, 8)),
@@ -69,11 +71,13 @@ def harmony_plans(draw: st.DrawFn, gpus: int, layers: int) -> HarmonyPlan:
         u_bwd=u_bwd,
         packs_fwd=packs(draw, packs_bwd[-1][0]),
         packs_bwd=packs_bwd,
-        update=draw(st.sampled_from(UpdateOn)),
+        update=update,
         reduce=draw(st.sampled_from(Reduce)),
         slots=draw(st.none() | st.integers(1, 3)),
         prefetch=draw(st.booleans()),
         stash=tuple(draw(places) for _ in packs_bwd[1:-1]),
+        resident_weights=draw(some),
+        resident_state=draw(some) if update is UpdateOn.GPU else (),
         gpu_order=draw(st.none() | st.permutations(range(gpus)).map(tuple)),
         split_backward=draw(st.integers(0, 3)),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from sim.hardware.files import load_machine
-from sim.plan import PagedPlan, Policy, StashPlace
+from sim.plan import PagedPlan, Policy, StashPlace, UpdateOn
 from sim.planner.space import Space
 from sim.planner.variations import variations
 from tests.sim.handmade import plan
@@ -47,6 +47,15 @@ def test_steps_overlap_or_do_not() -> None:
     assert varied(PLAN, "overlap_steps") == [True]
     assert varied(replace(PLAN, overlap_steps=True), "overlap_steps") == [False]
     assert varied(PLAN, "overlap_steps", space=Space(overlap_steps=(False,))) == []
+
+
+def test_weights_and_state_of_no_packs_of_all_or_of_the_last_stay() -> None:
+    of = replace(PLAN, packs_fwd=((0, 2),), packs_bwd=((0, 0), (1, 1), (2, 2), (3, 3)))
+    costs = Costs(uniform_trace(4))
+    assert varied(of, "resident_weights", costs=costs) == [(0, 1, 2, 3), (2, 3), (3,)]
+    assert varied(of, "resident_state", costs=costs) == []
+    on_gpu = replace(of, update=UpdateOn.GPU, resident_state=(3,))
+    assert varied(on_gpu, "resident_state", costs=costs) == [(), (0, 1, 2, 3), (2, 3)]
 
 
 def test_what_the_space_fixes_stays() -> None:

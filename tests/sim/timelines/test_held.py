@@ -106,4 +106,5 @@ def _held_at(schedule: Schedule, times: StepTimes, gpu: int, now: int | None) ->
         return 0
     taken = {number: times.start_ns[task.id] for task in schedule.tasks for number in task.allocates}
     freed = {number: times.end_ns[task.id] for task in schedule.tasks for number in task.frees}
-    return sum(b.bytes for b in schedule.buffers if b.gpu == gpu and taken[b.id] <= now < freed[b.id])
+    live = [b for b in schedule.buffers if b.resident or taken[b.id] <= now < freed[b.id]]
+    return sum(b.bytes for b in live if b.gpu == gpu)
