@@ -34,6 +34,7 @@ def measure_trace(
     repeats: int,
     warmups: int,
     budget_s: float,
+    in_parts: bool = False,
     progress: Progress = silent,
 ) -> Trace:
     """Profile the model that ``model`` names on the CPU (``cpu``) or a CUDA device (``cuda``)."""
@@ -46,6 +47,7 @@ def measure_trace(
         warmups=warmups,
         repeats=repeats,
         budget_s=budget_s,
+        in_parts=in_parts,
         progress=progress,
     )
 

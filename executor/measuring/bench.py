@@ -58,6 +58,22 @@ class LayerBench:
 
         return clock(work)
 
+    def parts_ns(
+        self, inputs: Sequence[Tensor], gradients: Sequence[Tensor] | float, clock: Clock, *, both: bool
+    ) -> int:
+        """Forward with recording, and the first part of the backward; ``both``: and the second."""
+        (own,) = self._tensors.items()
+        added = {(own[0], name): each for name, each in own[1].gradients.items()}
+
+        def work() -> None:
+            weight_part = self._gpu.backward_input(
+                self._run, inputs, gradients, self._tensors, self._chance, first_time=True
+            )[2]
+            if both:
+                weight_part.add_to(added)
+
+        return clock(work)
+
 
 class UpdateBench:
     """The update of what a layer owns, ready to be timed on the host and on a device, by an optimizer of its own.

@@ -32,6 +32,13 @@ from .sizes import LayerBytes, measure_sizes
 MEMBERS = 3
 """Of layers that are alike, so many are measured in turn."""
 
+_BEFORE = {
+    Phase.BACKWARD: Phase.FORWARD,
+    Phase.BACKWARD_INPUT: Phase.FORWARD,
+    Phase.BACKWARD_WEIGHT: Phase.BACKWARD_INPUT,
+}
+"""What is timed together with a phase, and taken off again."""
+
 _SIZES_SHARE = 0.15
 """About the share of the time that checks and sizes take."""
 
@@ -53,13 +60,15 @@ def profile(
     warmups: int = 1,
     repeats: int = 21,
     budget_s: float = 60.0,
+    in_parts: bool = False,
     progress: Progress = silent,
 ) -> Trace:
     """Measure a workload at these microbatch sizes on a device. The model is not changed.
 
     On the CPU, times are steady CPU time of one thread (``devices/processor.py``), updates on the "GPU" included; on
     CUDA they are the device's own, and updates on the host what passes with all of torch's threads. Each duration is a
-    median of up to ``repeats`` rounds: as many as fit into ``budget_s`` seconds, but at least 3. Raises ModelError or
+    median of up to ``repeats`` rounds: as many as fit into ``budget_s`` seconds, but at least 3. ``in_parts`` also
+    measures backwards in two parts. Raises ModelError or
     WorkloadError for a model, loss or batch that no schedule can run, naming the layer.
     """
     sizes = tuple(sorted(set(microbatches)))
@@ -68,17 +77,22 @@ def profile(
     if repeats < 1:
         raise WorkloadError(f"{repeats} repeats leave nothing to measure; give at least 1")
     with quiet() if device.type == "cpu" else torch.cuda.device(device):
-        return _Profiler(workload, sizes, optimizer, device).trace(warmups, repeats, budget_s, progress)
+        return _Profiler(workload, sizes, optimizer, device, in_parts).trace(warmups, repeats, budget_s, progress)
 
 
 class _Profiler:
     """One profile on its way."""
 
     def __init__(
-        self, workload: Workload, microbatches: tuple[int, ...], optimizer: OptimizerFactory, device: torch.device
+        self,
+        workload: Workload,
+        microbatches: tuple[int, ...],
+        optimizer: OptimizerFactory,
+        device: torch.device,
+        in_parts: bool,
     ) -> None:
         self._workload, self._microbatches = workload, microbatches
-        self._factory, self._device = optimizer, device
+        self._factory, self._device, self._in_parts = optimizer, device, in_parts
         self._model = workload.layers(microbatches[0])
         trained = [parameter for parameter in workload.model.parameters() if parameter.requires_grad]
         if not trained:
@@ -129,7 +143,9 @@ class _Profiler:
             for u in self._microbatches:
                 inputs = kind.inputs_for(u)
                 with blamed(self._model.layers[first], inputs):
-                    measured = measure_sizes(self._model, first, inputs, self._tensors_of(first), self._chance)
+                    measured = measure_sizes(
+                        self._model, first, inputs, self._tensors_of(first), self._chance, in_parts=self._in_parts
+                    )
                 rows.update({(layer, u): measured for layer in kind.layers})
         return tuple(SizeRow(layer=layer, microbatch=u, **asdict(rows[layer, u])) for layer, u in sorted(rows))
 
@@ -146,6 +162,9 @@ class _Profiler:
             for u in self._microbatches:
                 pieces[at, Phase.FORWARD, u] = self._forward(benches, kind, u)
                 pieces[at, Phase.BACKWARD, u] = self._forward_and_backward(benches, kind, u)
+                if self._in_parts and self._model.layers[members[0]].trainable:
+                    pieces[at, Phase.BACKWARD_INPUT, u] = self._parts(benches, kind, u, both=False)
+                    pieces[at, Phase.BACKWARD_WEIGHT, u] = self._parts(benches, kind, u, both=True)
             if self._model.owned(members[0]):
                 updates = [UpdateBench(self._model, layer, self._device, self._factory) for layer in members]
                 pieces[at, Phase.UPDATE_CPU, 0] = self._update(updates, on_host=True)
@@ -158,11 +177,17 @@ class _Profiler:
             progress=lambda share, what: progress(_SIZES_SHARE + (1 - _SIZES_SHARE) * share, f"times, {what}"),
         )
         sampled = {key: summarise(each) for key, each in zip(pieces, durations, strict=True)}
+        lasted = dict(sampled)
         for at, phase, u in pieces:
-            if phase is Phase.BACKWARD:
-                both = sampled[at, phase, u]
-                backward_ns = max(0, both.median_ns - sampled[at, Phase.FORWARD, u].median_ns)
-                sampled[at, phase, u] = Sampled(backward_ns, both.spread_ns)
+            if phase in _BEFORE:
+                before = lasted[at, _BEFORE[phase], u].median_ns
+                each = lasted[at, phase, u]
+                sampled[at, phase, u] = Sampled(max(0, each.median_ns - before), each.spread_ns)
+        if self._in_parts:
+            for at, phase, u in pieces:
+                if phase is Phase.BACKWARD and (at, Phase.BACKWARD_INPUT, u) not in pieces:
+                    sampled[at, Phase.BACKWARD_INPUT, u] = sampled[at, phase, u]
+                    sampled[at, Phase.BACKWARD_WEIGHT, u] = Sampled(0, 0)
         rows = [
             TimeRow(layer=layer, phase=phase, microbatch=u, duration_ns=each.median_ns, spread_ns=each.spread_ns)
             for (at, phase, u), each in sampled.items()
@@ -185,6 +210,14 @@ class _Profiler:
             inputs, gradient = kind.inputs_for(u), kind.output_gradient_for(u)
             with blamed(self._model.layers[kind.layers[0]], inputs):
                 return benches[number % len(benches)].forward_and_backward_ns(inputs, gradient, self._clock)
+
+        return work
+
+    def _parts(self, benches: Sequence[LayerBench], kind: Found, u: int, *, both: bool) -> Callable[[int], int]:
+        def work(number: int) -> int:
+            inputs, gradient = kind.inputs_for(u), kind.output_gradient_for(u)
+            with blamed(self._model.layers[kind.layers[0]], inputs):
+                return benches[number % len(benches)].parts_ns(inputs, gradient, self._clock, both=both)
 
         return work
 

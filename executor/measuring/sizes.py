@@ -4,6 +4,8 @@
     forward with recording, then what is alive   live            → saved_bytes
     the same and backward, from start to end     peak - saved    → workspace_bytes
     backward of a forward recorded before        peak            → unrecomputed_workspace_bytes
+    forward and first part of backward, then     live            → held_bytes
+    the same and second part                     peak - held     → parts_workspace_bytes
 
 Inputs, parameters and gradient buffers lie in memory that schedules plan, and do not count. In a pack, a layer's
 incoming gradient is made by the layer behind it; here a stand-in for that layer makes it. The scalar loss and its
@@ -37,12 +39,21 @@ class LayerBytes:
     forward_workspace_bytes: int
     relayed_bytes: int
     unrecomputed_workspace_bytes: int
+    held_bytes: int | None = None
+    parts_workspace_bytes: int | None = None
 
 
 def measure_sizes(
-    model: LayerModel, layer: int, inputs: Sequence[Tensor], tensors: LayerTensors, chance: Chance
+    model: LayerModel,
+    layer: int,
+    inputs: Sequence[Tensor],
+    tensors: LayerTensors,
+    chance: Chance,
+    *,
+    in_parts: bool = False,
 ) -> LayerBytes:
-    """Run a layer forward without recording, and then forward and backward with it.
+    """Run a layer forward without recording, and then forward and backward with it; ``in_parts``: a second time, with a
+    backward in two parts.
 
     ``inputs`` are the tensors of x of the layer and, for the loss, the labels. Adds to the layer's gradients.
     """
@@ -64,6 +75,9 @@ def measure_sizes(
         gradients, _ = gpu.backward(range(2), x, 1.0, every, chance, first_time=True)
         peak = meter.peak_bytes
     ((output_bytes, made_bytes),) = outputs
+    held, peak_of_parts = _in_parts(gpu, x, every, chance, behind) if in_parts else (None, 0)
+    if held is not None:
+        held = max(held, behind.saved_bytes)  # all of it is there while layers behind go back
     has_gradient = any(gradient is not None for gradient in gradients)
     return LayerBytes(
         input_bytes=_size(x),
@@ -74,7 +88,24 @@ def measure_sizes(
         forward_workspace_bytes=forward_peak,
         relayed_bytes=max(0, output_bytes - made_bytes),
         unrecomputed_workspace_bytes=_backward_alone(gpu, x, every[0], chance, room_bytes=peak),
+        held_bytes=held,
+        parts_workspace_bytes=None if held is None else max(0, peak_of_parts - held),
     )
+
+
+def _in_parts(
+    gpu: GpuModel, x: Sequence[Tensor], every: dict[int, LayerTensors], chance: Chance, behind: _LayerBehind
+) -> tuple[int, int]:
+    """What is held between the two parts of a backward, the output included, and the most that either takes."""
+    gradients = {(0, name): each for name, each in every[0].gradients.items()}
+    behind.meter, behind.keeps = None, True
+    with measure_memory(x[0].device) as meter:
+        weight_part = gpu.backward_input(range(2), x, 1.0, every, chance, first_time=True)[2]
+        held = meter.live_bytes
+        weight_part.add_to(gradients)
+        peak = meter.peak_bytes
+    behind.kept = ()
+    return held, peak
 
 
 def _backward_alone(gpu: GpuModel, x: Sequence[Tensor], tensors: LayerTensors, chance: Chance, room_bytes: int) -> int:
@@ -125,12 +156,14 @@ class _Gradient(torch.autograd.Function):
 
 
 class _LayerBehind(nn.Module):
-    """Stands in for the layer behind: notes what is alive when the layer's output reaches it."""
+    """Stands in for the layer behind: notes what is alive when the layer's output reaches it, and ``keeps`` that."""
 
     def __init__(self) -> None:
         super().__init__()
         self.meter: MemoryMeter | None = None
         self.saved_bytes = 0
+        self.keeps = False
+        self.kept: tuple[Tensor, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # Skeletons are copies; this one is to be asked afterwards.
@@ -140,6 +173,7 @@ class _LayerBehind(nn.Module):
         """Take the output and return a tensor of no bytes."""
         if self.meter is not None:
             self.saved_bytes = self.meter.live_bytes
+        self.kept = x if self.keeps else ()
         result: Tensor = _Gradient.apply(*x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return result
 

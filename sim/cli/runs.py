@@ -40,6 +40,9 @@ def profile(
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="At most so many measurements of each time.")] = 9,
     warmups: Annotated[int, typer.Option("--warmups", min=0, help="Measurements before those that count.")] = 1,
     budget: Annotated[float, typer.Option("--budget", metavar="S", help="Seconds to spend, roughly.")] = 60.0,
+    split: Annotated[
+        bool, typer.Option("--split", help="Also measure backwards in two parts, for plans with --split-backward.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measure a trace of a model: what every layer costs at several microbatch sizes."""
@@ -58,6 +61,7 @@ def profile(
             repeats=repeats,
             warmups=warmups,
             budget_s=budget,
+            in_parts=split,
             progress=progress,
         )
     out.write(output, ".json", lambda path: save_trace(trace, path))
