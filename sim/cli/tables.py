@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..hardware.machine import Machine
+from ..plan import Policy, fields_of
 from ..tables import MISSING, Table
 from ..units import format_bytes, format_rate, format_seconds
 
@@ -104,8 +105,8 @@ def loss_table(losses: Sequence[float]) -> Table:
 
 def _headlines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "step time", format_seconds(summary["step_time_s"])
-    if summary["overlapping_steps"]:
-        yield "step time where steps overlap", format_seconds(summary["period_s"])
+    if summary["steps"] > 1 and summary["period_s"] is not None:
+        yield "steady period", format_seconds(summary["period_s"])
     throughput = summary["throughput_samples_per_s"]
     yield "throughput", MISSING if throughput is None else f"{throughput:.4g} samples/s"
     yield from _plan_lines(summary["plan"])
@@ -138,17 +139,27 @@ def _held(held: dict[str, Any]) -> str:
 
 
 def _plan_lines(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The plan under its options' names; packs as their number and sizes."""
-    for name, value in plan.items():
-        if name == "policy" or value is None:
-            continue
+    """What means something in a plan of its policy, under the options' names: packs as their number and sizes, choices
+    together."""
+    policy = Policy(plan["policy"])
+    choices = []
+    for name in fields_of(policy):
+        value = plan[name]
         option = "--" + name.replace("_", "-")
         match value:
+            case None:
+                continue
             case []:
                 yield option, "none"
             case [[_, _], *_]:
                 yield option, f"{len(value)}: {','.join(f'{first}-{last}' for first, last in value)}"
-            case True | False:
-                yield "plan", option if value else f"--no-{name}"
+            case bool():
+                choices.append(option if value else option.replace("--", "--no-", 1))
+            case str():
+                if name != "policy":
+                    choices.append(f"{option} {value}")
+            case list():
+                yield option, ",".join(map(str, value))
             case _:
                 yield option, str(value)
+    yield "options", " ".join(choices)
