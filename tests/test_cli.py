@@ -153,7 +153,7 @@ def test_steps_that_overlap_have_a_period() -> None:
     assert (found["steps"], found["overlapping_steps"]) == (5, 4)
     assert found["period_s"] < found["step_time_s"]
     assert found["throughput_samples_per_s"] == pytest.approx(8 / found["period_s"])
-    assert "step time where steps overlap" in succeed(*SIMULATE, *plan, "--overlap-steps").stdout
+    assert "steady period" in succeed(*SIMULATE, *plan, "--overlap-steps").stdout
 
 
 def test_json_alone_is_on_stdout_and_tables_are_on_stderr() -> None:
