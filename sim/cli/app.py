@@ -131,7 +131,7 @@ def search(
         typer.Option(
             "--max-variations",
             min=0,
-            help="Then vary options of the best, at most so often; default a fifth of that.",
+            help="Then vary options of the best, at most so often; default a seventh of that.",
         ),
     ] = None,
     processes: Annotated[

@@ -45,7 +45,7 @@ from .harmony_candidates import harmony_candidates
 from .refusals import Reason, Refusals
 from .result import Best, Counts, SearchResult
 from .space import Space
-from .variations import variations
+from .variations import CLIMBED, LAST, variations
 
 ReportProgress = Callable[[float, str], object]
 """Called with the share done (0 to 1) and what is being done now."""
@@ -59,11 +59,14 @@ _PATIENCE = 10
 _LOOKED_AT = 1000
 """So many candidates are looked at more closely: before the others are tried, and to raise the bound on those left."""
 
-_VARIED_SHARE = 5
-"""Unless told otherwise, a search simulates as many variations as a fifth of its candidates."""
+_VARIED_SHARE = 7
+"""Unless told otherwise, a search simulates as many variations as a seventh of its candidates."""
 
 _CLIMBERS = 3
 """So many of the best plans vary."""
+
+_LAST = 1
+"""So many variations are left for the fields that are tried last."""
 
 _Outcome = Found | HarmonyError
 
@@ -85,7 +88,7 @@ def search(
     """Find the plans with the shortest steps for ``minibatch`` samples on all GPUs of the machine.
 
     ``choice`` restricts the plans. At most ``max_simulated`` plans of each policy are tried (more while none fits), and
-    then at most ``max_variations`` of the best of them (see ``variations.py``; None: a fifth as many). An
+    then at most ``max_variations`` of the best of them (see ``variations.py``; None: a seventh as many). An
     ``executor`` (of processes, here or elsewhere) evaluates several at once; the result is the same.
 
     Raises NothingFits if no plan fits, TraceError if the trace does not cover what is asked for, PlanError for
@@ -117,7 +120,10 @@ def search(
             continue
         hunts.append(_Hunt(policy, candidates, estimator, top, max_simulated, refusals))
         hunts[-1].run(evaluator, partial(_report, progress, number, len(wanted)))
-        hunts[-1].vary(evaluator, partial(variations, costs=costs, machine=machine, space=space), max_variations)
+        vary = partial(variations, costs=costs, machine=machine, space=space)
+        last = min(_LAST, max_variations)
+        hunts[-1].vary(evaluator, partial(vary, fields=CLIMBED), _CLIMBERS, max_variations - last)
+        hunts[-1].vary(evaluator, partial(vary, fields=LAST), 1, last)
         notes += [f"{policy.value}: {note}" for note in candidates.notes]
     if not hunts:
         raise uncovered[0]
@@ -251,14 +257,15 @@ class _Hunt:
             report(self)
         self.least_ns = min([self._least_left_ns(), *self._times_ns[:1]])
 
-    def vary(self, evaluator: _Evaluator, vary: Callable[[Plan], Iterable[Plan]], most: int) -> None:
-        """Evaluate variations of the best plans, and of the best of these, while there are new ones; ``most`` in all.
+    def vary(self, evaluator: _Evaluator, vary: Callable[[Plan], Iterable[Plan]], climbers: int, most: int) -> None:
+        """Evaluate variations of so many of the best plans, and of the best of these, while there are new ones;
+        ``most`` in all.
 
         Those that do not fit count for nothing but the limit.
         """
         seen = {found.plan for found in self.found}
         varied: set[Plan] = set()
-        while climber := next((found.plan for found in self.found[:_CLIMBERS] if found.plan not in varied), None):
+        while climber := next((found.plan for found in self.found[:climbers] if found.plan not in varied), None):
             varied.add(climber)
             new = list(islice((plan for plan in vary(climber) if plan not in seen), most))
             seen.update(new)

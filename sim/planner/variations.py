@@ -6,7 +6,7 @@ climbs from the best of them: it simulates their variations, and the variations 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -72,24 +72,33 @@ def _halved(count: int) -> Iterator[int]:
 
 _VARIED: Mapping[str, _Values] = {
     "gpu_order": _gpu_orders,
-    "overlap_steps": _overlaps,
     "split_backward": _splits,
     "stash": _stashes,
     "resident_weights": _residents,
     "resident_state": _resident_states,
+    "overlap_steps": _overlaps,
 }
-"""By field, in the order in which they are tried."""
+"""By field."""
+
+LAST = frozenset({"overlap_steps"})
+"""Fields that are tried last, on the best alone: steps that overlap take several times as long to simulate, and what
+they gain hardly depends on the rest of a plan."""
+
+CLIMBED = frozenset(_VARIED) - LAST
+"""Fields that a search climbs by."""
 
 
-def variations(plan: Plan, costs: Costs, machine: Machine, space: Space) -> Iterator[Plan]:
-    """Of a plan, in the fields that mean something in it and that the space leaves open.
+def variations(
+    plan: Plan, costs: Costs, machine: Machine, space: Space, fields: Container[str] = CLIMBED | LAST
+) -> Iterator[Plan]:
+    """Of a plan, in those of the ``fields`` that mean something in it and that the space leaves open.
 
     What contradicts the rest of the plan is passed over.
     """
     if not isinstance(plan, HarmonyPlan):
         return
     for name in fields_of(plan.policy):
-        if name not in _VARIED or not space.leaves_open(name):
+        if name not in _VARIED or name not in fields or not space.leaves_open(name):
             continue
         for value in _VARIED[name](plan, costs, machine):
             if value != getattr(plan, name):

@@ -378,11 +378,9 @@ def test_the_best_vary_and_the_bound_is_of_candidates() -> None:
 
 def test_variations_keep_to_their_limit_and_to_what_is_fixed() -> None:
     assert crossing_search(max_simulated=8, max_variations=1).counts.varied == 1
-    alone = {"split_backward": 0, "overlap_steps": False}
     for order in (CROSSING, (0, 1, 2, 3)):
-        found = crossing_search(choice=PlanChoice(gpu_order=order, **alone), max_simulated=8)
+        found = crossing_search(choice=PlanChoice(gpu_order=order), max_simulated=8)
         assert {each.plan.gpu_order for each in found.top} == {order}
-        assert found.counts.varied == 0
     with pytest.raises(PlanError, match="-1 variations"):
         crossing_search(max_variations=-1)
 
@@ -413,6 +411,15 @@ def test_plans_whose_steps_overlap_are_ranked_by_their_period() -> None:
     everything = search(trace, machine, 4, choice=choice, max_simulated=EVERYTHING)
     assert everything.counts.left == 0
     assert everything.best.found.period_ns <= periods[0]
+
+
+def test_only_the_best_is_tried_with_steps_that_overlap() -> None:
+    found = crossing_search(max_simulated=EVERYTHING, top=1000)
+    overlapping = [each for each in found.top if each.plan.overlap_steps]
+    assert len(overlapping) == 1
+    others = [each for each in found.top if each is not overlapping[0]]
+    assert replace(overlapping[0].plan, overlap_steps=False) == others[0].plan
+    assert overlapping[0].step_time_ns == others[0].step_time_ns
 
 
 def test_an_order_of_other_gpus_is_refused() -> None:
