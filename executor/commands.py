@@ -18,6 +18,7 @@ from .devices.facade import DeviceKind
 from .errors import DeviceError
 from .measuring.calibrate import calibrate, cuda_machine
 from .measuring.profile import profile
+from .models.summary import LayerSummary, summarize_layers
 from .models.workloads import load_workload
 from .reporting import Progress, silent
 from .running.run import RunResult, run
@@ -50,6 +51,11 @@ def measure_trace(
         in_parts=in_parts,
         progress=progress,
     )
+
+
+def layers_of(model: str) -> list[LayerSummary]:
+    """The layers of the model that ``model`` names, which needs no memory for its parameters."""
+    return summarize_layers(load_workload(model, values=False))
 
 
 def measure_machine(machine: str | None, *, device: str, progress: Progress = silent) -> Machine:

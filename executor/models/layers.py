@@ -168,7 +168,8 @@ def decompose(model: nn.Module, loss_fn: LossFunction, inputs: Inputs | None = N
         )
     _check_checkpointing(model)
     pieces = [*_pieces(model, inputs), Piece("loss", "loss", _Loss(loss_fn), (True,))]
-    layers = tuple(_spec(model, piece) for piece in pieces)
+    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    layers = tuple(_spec(names, piece) for piece in pieces)
     _check_accounted(model, layers)
     _check_hooks(model, layers)
     _check_buffers(layers)
@@ -192,17 +193,14 @@ def _class_name(module: object) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def _spec(model: nn.Module, piece: Piece) -> LayerSpec:
+def _spec(names: Mapping[int, str], piece: Piece) -> LayerSpec:
+    """``names`` are those of the model's tensors, by id."""
     module = piece.module
-    parameter_names = {id(parameter): qualified for qualified, parameter in model.named_parameters()}
-    buffer_names = {id(buffer): qualified for qualified, buffer in model.named_buffers()}
     parameters = {
-        local: NamedParameter(parameter_names.get(id(parameter), local), parameter)
+        local: NamedParameter(names.get(id(parameter), local), parameter)
         for local, parameter in module.named_parameters()
     }
-    buffers = {
-        local: NamedBuffer(buffer_names.get(id(buffer), local), buffer) for local, buffer in module.named_buffers()
-    }
+    buffers = {local: NamedBuffer(names.get(id(buffer), local), buffer) for local, buffer in module.named_buffers()}
     return LayerSpec(
         name=piece.name,
         kind=piece.kind,

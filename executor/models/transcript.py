@@ -81,13 +81,10 @@ def transcribe(model: nn.Module, units: Sequence[Unit], inputs: Inputs) -> Trans
     Raises ModelError with the place for a forward that a transcript would not repeat faithfully.
     """
     try:
-        runs = [watch(model, units, inputs, samples, nullcontext(), "meta") for samples in SAMPLES]
+        runs = watch(model, units, inputs, SAMPLES, nullcontext(), "meta")
     except ModelError:
         # Libraries that would look at values take another way when they see that they are traced.
-        runs = [
-            watch(model, units, inputs, samples, FakeTensorMode(allow_non_fake_inputs=True), "cpu")
-            for samples in SAMPLES
-        ]
+        runs = watch(model, units, inputs, SAMPLES, FakeTensorMode(allow_non_fake_inputs=True), "cpu")
     first = runs[0]
     calls = []
     for index, same in enumerate(zip_longest(*(run.calls for run in runs))):

@@ -35,31 +35,36 @@ def watch(
     model: nn.Module,
     units: Sequence[Unit],
     inputs: Inputs,
-    samples: int,
+    samples: Sequence[int],
     mode: AbstractContextManager[Any],
     device: str,
-) -> Notes:
-    """Run the model on stand-ins that ``mode`` makes on ``device``."""
+) -> list[Notes]:
+    """Run the model on stand-ins that ``mode`` makes on ``device``, once for each number of samples."""
     with mode, torch.enable_grad():
         stand_ins = _StandIns(model, device)
-        run = Notes(model, stand_ins.names, stand_ins.constants)
-        given = inputs.map(lambda tensor: torch.empty((samples, *tensor.shape[1:]), dtype=tensor.dtype, device=device))
-        run.inputs = tuple(run.new(tensor, None, "the batch") for tensor in given.tensors)
-        with _Mode(run) as watching:
-            for unit in {id(unit.module): unit for unit in units}.values():
-                watching.add(stand_ins.model.get_submodule(unit.name), unit)
-            try:
-                logits = logits_of(call_model(stand_ins.model, given))
-            except ModelError:
-                raise
-            except Exception as error:
-                raise ModelError(
-                    f"{type(model).__qualname__} fails on inputs of shape {given.shapes} without values, at "
-                    f"{_place(error)}: {type(error).__name__}: {error}"
-                ) from error
-        run.output = run.number(logits, State.of(logits), "its output")
-    run.prune()
-    return run
+        watching = _Mode()
+        for unit in {id(unit.module): unit for unit in units}.values():
+            watching.add(stand_ins.model.get_submodule(unit.name), unit)
+        return [_run(model, stand_ins, inputs, number, watching, device) for number in samples]
+
+
+def _run(model: nn.Module, stand_ins: _StandIns, inputs: Inputs, samples: int, watching: _Mode, device: str) -> Notes:
+    notes = watching.notes = Notes(model, stand_ins.names, stand_ins.constants)
+    given = inputs.map(lambda tensor: torch.empty((samples, *tensor.shape[1:]), dtype=tensor.dtype, device=device))
+    notes.inputs = tuple(notes.new(tensor, None, "the batch") for tensor in given.tensors)
+    try:
+        with watching:
+            logits = logits_of(call_model(stand_ins.model, given))
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__qualname__} fails on inputs of shape {given.shapes} without values, at "
+            f"{_place(error)}: {type(error).__name__}: {error}"
+        ) from error
+    notes.output = notes.number(logits, State.of(logits), "its output")
+    notes.prune()
+    return notes
 
 
 class _StandIns:
@@ -73,9 +78,8 @@ class _StandIns:
         self.names: dict[int, str] = {}
         self.constants: dict[str, Tensor] = {}
         for part in model.modules():
-            plain = [value for name, value in vars(part).items() if name not in ("_parameters", "_buffers", "_modules")]
-            for tensor in tensors_in(plain):
-                if id(tensor) not in memo:
+            for tensor in vars(part).values():
+                if isinstance(tensor, Tensor) and id(tensor) not in memo:
                     name = f"constant {len(self.constants)}"
                     memo[id(tensor)] = _like(tensor, device)
                     self.names[id(memo[id(tensor)])], self.constants[name] = name, tensor.detach()
@@ -97,11 +101,12 @@ def _like(tensor: Tensor, device: str) -> Tensor:
 
 
 class _Mode(TorchFunctionMode):
-    """Shows every call of torch to a run, but none from inside a unit, which is one call itself."""
+    """Notes every call of torch, but none from inside a unit, which is one call itself."""
 
-    def __init__(self, run: Notes) -> None:
+    notes: Notes
+
+    def __init__(self) -> None:
         super().__init__()
-        self._run = run
         self._inside: list[Begun] = []
         self._known: dict[Hashable, _Shape] = {}
 
@@ -129,7 +134,7 @@ class _Mode(TorchFunctionMode):
         def leave(part: nn.Module, args: tuple[Any, ...], result: Any) -> None:
             begun = self._inside.pop()
             if not self._inside:
-                self._run.note(name, begun, result, f"{name or 'the model'} ({type(part).__name__})")
+                self.notes.note(name, begun, result, f"{name or 'the model'} ({type(part).__name__})")
 
         module.forward = run
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
@@ -148,7 +153,7 @@ class _Mode(TorchFunctionMode):
                 "detach(), or move that into a module of its own"
             )
         if getattr(func, "__name__", "") in _READS_VALUES:
-            truths = [self._run.truth(tensor) for tensor in tensors_in(args)]
+            truths = [self.notes.truth(tensor) for tensor in tensors_in(args)]
             if all(truth is not None for truth in truths):
                 with unset_fake_temporarily():
                     return func(*truths, *args[len(truths) :], **kwargs)
@@ -159,7 +164,7 @@ class _Mode(TorchFunctionMode):
         begun = Begun(args, kwargs)
         result = func(*args, **kwargs)
         if tensors_in(result) or begun.changed():
-            self._run.note(func, begun, result, _caller())
+            self.notes.note(func, begun, result, _caller())
         return result
 
 

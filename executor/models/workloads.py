@@ -1,20 +1,15 @@
-"""Workloads: a model, its loss and its batches, by name, from a configuration file, or from the user's own code.
-
-Built-in models have random weights and deterministic data, so that nothing is downloaded: language models read the
-bytes of Python's own standard library.
-"""
+"""Workloads: a model, its loss and its batches, by name, from a configuration file, or from the user's own code."""
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 import json
+import os
 import sys
-import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +18,21 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from sim.units import format_bytes
+
 from ..errors import WorkloadError
+from .data import (
+    BatchFunction,
+    class_loss,
+    continued_text_batches,
+    image_batches,
+    labelled_text_batches,
+    next_token_loss,
+    text_batches,
+)
 from .inputs import Inputs
 from .layers import LayerModel, LossFunction, decompose
-
-BatchFunction = Callable[[int, int], tuple[Any, Tensor]]
-"""(samples, seed) → (inputs, labels), batch dimension first; the same arguments give the same batch. Inputs are a
-tensor, a tuple of tensors, or a dictionary of them by the names of the model's arguments."""
+from .published import IMAGE_SIZE, PUBLISHED, SEQUENCE
 
 
 @dataclass(frozen=True)
@@ -76,60 +79,48 @@ def adam(parameters: Any) -> Optimizer:
     return torch.optim.Adam(parameters, lr=3e-4, fused=True)
 
 
-@dataclass(frozen=True)
-class Gpt2Sizes:
-    """Sizes of a GPT-2. ``sequence`` is in tokens; ``dropout`` holds everywhere (GPT-2's own is 0.1)."""
+def load_workload(spec: str, *, seed: int = 0, values: bool = True) -> Workload:
+    """A workload by ``spec``: a name of :data:`PUBLISHED`, ``hf:CONFIG.json`` (a configuration of transformers) or
+    ``module:callable``, whose call returns (model, loss_fn, batch_fn(n, seed)).
 
-    blocks: int
-    width: int
-    heads: int
-    sequence: int = 1024
-    vocabulary: int = 50257
-    dropout: float = 0.1
-
-
-@dataclass(frozen=True)
-class MlpSizes:
-    """Sizes of a multi-layer perceptron that classifies vectors of ``features`` into ``classes``."""
-
-    features: int
-    width: int
-    hidden_layers: int
-    classes: int
-
-
-BUILT_IN: dict[str, Gpt2Sizes | MlpSizes] = {
-    "gpt2-demo": Gpt2Sizes(blocks=16, width=256, heads=4, sequence=128, vocabulary=256, dropout=0.0),
-    "gpt2": Gpt2Sizes(blocks=12, width=768, heads=12),
-    "gpt2-medium": Gpt2Sizes(blocks=24, width=1024, heads=16),
-    "gpt2-xl": Gpt2Sizes(blocks=48, width=1600, heads=25),
-    "mlp": MlpSizes(features=64, width=256, hidden_layers=4, classes=10),
-}
-
-
-def load_workload(spec: str, *, seed: int = 0) -> Workload:
-    """A workload by ``spec``: a name of :data:`BUILT_IN`, ``hf:CONFIG.json`` (a transformers configuration of a causal
-    language model) or ``module:callable``, whose call returns (model, loss_fn, batch_fn(n, seed)).
-
-    ``seed`` fixes the initial weights; the global random state is left as it was. Raises WorkloadError for what cannot
-    be found or is not of that form, ModelError for a configuration whose model cannot be split into layers.
+    ``seed`` fixes the initial weights; the global random state is left as it was. Without ``values`` the model has
+    shapes but no memory (device ``meta``), unless it is made by the user's code. Raises WorkloadError for what cannot
+    be found, is not of that form or has more parameters than this machine has memory.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if spec.startswith("hf:"):
-            return _from_configuration(spec)
-        if ":" in spec:
+        if ":" in spec and not spec.startswith("hf:"):
             return _from_user_code(spec)
-        match BUILT_IN.get(spec):
-            case Gpt2Sizes() as sizes:
-                return _gpt2(spec, sizes)
-            case MlpSizes() as sizes:
-                return _mlp(spec, sizes)
-            case None:
-                raise WorkloadError(
-                    f"there is no model {spec!r}{_did_you_mean(spec, BUILT_IN)}; built in are {', '.join(BUILT_IN)}. "
-                    "Or give hf:CONFIG.json, or module:callable"
-                )
+        make = _from_configuration(spec) if spec.startswith("hf:") else _published(spec)
+        with torch.device("meta"):
+            shapes = make()
+        if not values:
+            return shapes
+        if spec.startswith("hf:"):
+            shapes.layers()  # refused before memory is spent on it
+        _check_memory(shapes)
+        return make()
+
+
+def _published(name: str) -> Callable[[], Workload]:
+    published = PUBLISHED.get(name)
+    if published is None:
+        raise WorkloadError(
+            f"there is no model {name!r}{_did_you_mean(name, PUBLISHED)}; built in are {', '.join(PUBLISHED)}. "
+            "Or give hf:CONFIG.json, or module:callable"
+        )
+    return lambda: Workload(name, published.model(), published.loss_fn, published.batches())
+
+
+def _check_memory(shapes: Workload) -> None:
+    """The parameters fit into this machine's memory."""
+    needed = sum(parameter.nbytes for parameter in shapes.model.parameters())
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise WorkloadError(
+            f"{shapes.name}: its parameters take {format_bytes(needed)} ({needed} B), and this machine has "
+            f"{format_bytes(there)} ({there} B) of memory; what needs no values, such as harmony layers, works here"
+        )
 
 
 def _did_you_mean(word: str, known: Any) -> str:
@@ -137,65 +128,50 @@ def _did_you_mean(word: str, known: Any) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-# ---------------------------------------------------------------------------------------------- language models
+# ------------------------------------------------------------------------------------------------ transformers
 
 
-def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of logits [batch, sequence, vocabulary] against the next tokens [batch, sequence]."""
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+def _next_tokens(config: Any) -> tuple[LossFunction, BatchFunction]:
+    return next_token_loss, text_batches(_sequence(config))
 
 
-@cache
-def _corpus() -> Tensor:
-    """The standard library's top-level sources, joined in order of their names: bytes, as uint8 [n]."""
-    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return torch.frombuffer(bytearray(b"".join(source.read_bytes() for source in sources)), dtype=torch.uint8)
+def _continued(config: Any) -> tuple[LossFunction, BatchFunction]:
+    return next_token_loss, continued_text_batches(_sequence(config))
 
 
-def text_batches(sequence: int) -> BatchFunction:
-    """Batches of ``sequence`` consecutive bytes of source text, from random places: int64 [n, sequence] twice, the
-    labels being the bytes that follow."""
-
-    def batch(samples: int, seed: int) -> tuple[Tensor, Tensor]:
-        corpus = _corpus()
-        generator = torch.Generator().manual_seed(seed)
-        starts = torch.randint(len(corpus) - sequence, (samples, 1), generator=generator)
-        text = corpus[starts + torch.arange(sequence + 1)].long()
-        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
-
-    return batch
+def _classified_text(config: Any) -> tuple[LossFunction, BatchFunction]:
+    return class_loss, labelled_text_batches(_sequence(config), config.num_labels)
 
 
-def _gpt2(name: str, sizes: Gpt2Sizes) -> Workload:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        n_layer=sizes.blocks,
-        n_embd=sizes.width,
-        n_head=sizes.heads,
-        n_positions=sizes.sequence,
-        vocab_size=sizes.vocabulary,
-        resid_pdrop=sizes.dropout,
-        embd_pdrop=sizes.dropout,
-        attn_pdrop=sizes.dropout,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return Workload(name, GPT2LMHeadModel(config), next_token_loss, text_batches(sizes.sequence))
+def _classified_images(config: Any) -> tuple[LossFunction, BatchFunction]:
+    size = getattr(config, "image_size", IMAGE_SIZE)
+    return class_loss, image_batches(config.num_channels, size, config.num_labels)
 
 
-def _from_configuration(spec: str) -> Workload:
+TASKS: Mapping[str, Callable[[Any], tuple[LossFunction, BatchFunction]]] = {
+    "ForCausalLM": _next_tokens,
+    "LMHeadModel": _next_tokens,
+    "ForConditionalGeneration": _continued,
+    "ForSequenceClassification": _classified_text,
+    "ForImageClassification": _classified_images,
+}
+"""What models of transformers are trained for, by the end of their class's name: loss and batches."""
+
+
+def _sequence(config: Any) -> int:
+    return min(getattr(config, "max_position_embeddings", SEQUENCE), SEQUENCE)
+
+
+def _from_configuration(spec: str) -> Callable[[], Workload]:
     import transformers
 
-    path = Path(spec.removeprefix("hf:"))
-    try:
-        options = json.loads(path.read_text())
-    except OSError as error:
-        raise WorkloadError(f"{spec}: cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise WorkloadError(f"{spec}: {path} is not JSON: {error}") from error
-    if not isinstance(options, dict) or not isinstance(options.get("model_type"), str):
-        raise WorkloadError(f'{spec}: {path} names no "model_type"; a transformers config.json does, such as "gpt2"')
+    options = _configuration(spec)
+    kind, architectures = options.pop("model_type"), options.get("architectures")
+    if kind not in transformers.CONFIG_MAPPING:
+        raise WorkloadError(
+            f"{spec}: transformers {transformers.__version__} has no model of type {kind!r}"
+            f"{_did_you_mean(kind, transformers.CONFIG_MAPPING)}"
+        )
     vocabulary = options.get("vocab_size", sys.maxsize)
     if isinstance(vocabulary, int) and vocabulary < 256:
         raise WorkloadError(
@@ -205,37 +181,48 @@ def _from_configuration(spec: str) -> Workload:
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if not (isinstance(options.get(token), int) and options[token] < vocabulary):
             options[token] = None
-    make_model: Any = transformers.AutoModelForCausalLM.from_config
     try:
-        config = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
-        with torch.device("meta"):
-            shapes = make_model(config)
-    except (ValueError, TypeError) as error:
-        raise WorkloadError(f"{spec}: transformers makes no causal language model of {path}: {error}") from error
-    batch = text_batches(config.max_position_embeddings)
-    Workload(spec, shapes.train(), next_token_loss, batch).layers()  # refused before memory is spent on it
-    return Workload(spec, make_model(config).train(), next_token_loss, batch)
+        config = transformers.AutoConfig.for_model(kind, **options)
+        make = getattr(transformers, architectures[0]) if architectures else _causal_language_model(config)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise WorkloadError(
+            f"{spec}: transformers makes no model of it: {error}. A configuration names its model_type, and in "
+            "architectures its class; without that, it must be a causal language model's"
+        ) from error
+    task = next((task for end, task in TASKS.items() if make.__name__.endswith(end)), None)
+    if task is None:
+        raise WorkloadError(
+            f"{spec}: what {make.__name__} is trained for is not known; known are classes that end in "
+            f"{', '.join(TASKS)}. Or write module:callable, with a loss and batches of your own"
+        )
+
+    def workload() -> Workload:
+        return Workload(spec, make(copy.deepcopy(config)).train(), *task(config))
+
+    return workload
 
 
-# ----------------------------------------------------------------------------------------------------- vectors
+def _configuration(spec: str) -> dict[str, Any]:
+    path = Path(spec.removeprefix("hf:"))
+    try:
+        options = json.loads(path.read_text())
+    except OSError as error:
+        raise WorkloadError(f"{spec}: cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise WorkloadError(f"{spec}: {path} is not JSON: {error}") from error
+    if not isinstance(options, dict) or not isinstance(options.get("model_type"), str):
+        raise WorkloadError(f'{spec}: {path} names no "model_type"; a transformers config.json does, such as "gpt2"')
+    return options
 
 
-def vector_batches(features: int, classes: int) -> BatchFunction:
-    """Normal vectors [n, features], labelled by the largest of ``classes`` fixed random projections: int64 [n]."""
-    projection = torch.randn(features, classes, generator=torch.Generator().manual_seed(0))
+def _causal_language_model(config: Any) -> Any:
+    """The class. Raises ValueError if there is none."""
+    import transformers
 
-    def batch(samples: int, seed: int) -> tuple[Tensor, Tensor]:
-        inputs = torch.randn(samples, features, generator=torch.Generator().manual_seed(seed))
-        return inputs, (inputs @ projection).argmax(1)
-
-    return batch
-
-
-def _mlp(name: str, sizes: MlpSizes) -> Workload:
-    widths = [sizes.features] + sizes.hidden_layers * [sizes.width]
-    hidden = [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(widths)]
-    model = nn.Sequential(*hidden, nn.Linear(sizes.width, sizes.classes))
-    return Workload(name, model, nn.functional.cross_entropy, vector_batches(sizes.features, sizes.classes))
+    known: Any = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) not in known:
+        raise ValueError(f"no causal language model of type {config.model_type}")
+    return known[type(config)]
 
 
 # --------------------------------------------------------------------------------------------------- user's code

@@ -37,6 +37,7 @@ class _HarmonyCommands(Commands):
 
     order = (
         "demo",
+        "layers",
         "profile",
         "import",
         "calibrate",

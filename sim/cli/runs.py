@@ -69,6 +69,19 @@ def profile(
     out.result(summary, *trace_tables(summary))
 
 
+@commands.command(epilog="Example: harmony layers gpt2-100b")
+def layers(model: Model, as_json: Json = False) -> None:
+    """How a model is cut into layers. Built-in models and configurations need no memory for their parameters."""
+    from dataclasses import asdict
+
+    from executor.commands import layers_of
+
+    from .tables import layer_table
+
+    rows = [asdict(row) for row in layers_of(model)]
+    Output(as_json).result(rows, layer_table(model, rows))
+
+
 @commands.command(epilog="Example: harmony calibrate --device emulated -o machine.toml")
 def calibrate(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="M.toml", help="Machine file to write.")],

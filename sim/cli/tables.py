@@ -31,6 +31,37 @@ def machine_table(machines: Sequence[Machine]) -> Table:
     )
 
 
+def layer_table(model: str, layers: Sequence[dict[str, Any]]) -> Table:
+    """A layer a row; layers that follow one another and are alike in all but name as one."""
+    rows: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for layer in layers:
+        if rows and _kind_of_layer(rows[-1][1]) == _kind_of_layer(layer):
+            rows[-1] = rows[-1][0], layer
+        else:
+            rows.append((layer, layer))
+    return Table(
+        f"{model}: {len(layers)} layers",
+        ("layer", "name", "kind", "parameters", "weights", "passes on, of one sample", "tied with"),
+        tuple(
+            (
+                str(first["layer"]) if first is last else f"{first['layer']}-{last['layer']}",
+                first["name"] if first is last else f"{first['name']} … {last['name']}",
+                first["kind"],
+                f"{first['parameters']:,}",
+                format_bytes(first["weight_bytes"]),
+                ", ".join(first["passes_on"]),
+                ", ".join(map(str, first["tied_with"])),
+            )
+            for first, last in rows
+        ),
+        words=3,
+    )
+
+
+def _kind_of_layer(layer: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(value for key, value in layer.items() if key not in ("layer", "name"))
+
+
 def trace_tables(summary: dict[str, Any]) -> Iterator[Table]:
     """What :func:`traces.summary.summarize` found."""
 

@@ -89,3 +89,14 @@ def test_cuda_that_is_not_there_is_refused() -> None:
         refused = harmony(*words, "--device", "cuda")
         assert refused.exit_code == 1
         assert "there is no CUDA device" in refused.stderr
+
+
+def test_layers_of_a_model() -> None:
+    rows = json_of("layers", "gpt2-demo")
+    assert [row["kind"] for row in rows] == ["Embedding", *16 * ["GPT2Block"], "LayerNorm", "Linear", "loss"]
+    assert rows[0]["tied_with"] == [18]
+    assert rows[18]["passes_on"] == ["float32 [128, 256]"]
+    assert rows[18]["parameters"] == 256 * 256
+    table = harmony("layers", "gpt2-demo").output
+    assert "gpt2-demo: 20 layers" in table
+    assert "1-16" in table

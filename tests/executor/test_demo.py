@@ -13,7 +13,7 @@ from torch import nn
 
 from executor import demo
 from executor.demo import run_demo
-from executor.models.workloads import vector_batches
+from executor.models.data import vector_batches
 from sim.hardware.files import load_machine, save_machine
 from sim.schedule_files import load_schedule
 from sim.timelines.timeline import load_timeline

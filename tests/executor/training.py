@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from executor.devices.facade import DeviceKind
-from executor.models.workloads import Workload, next_token_loss
+from executor.models.data import next_token_loss
+from executor.models.workloads import Workload
 from executor.reference import plain_losses
 from executor.running.compute import layer_seed
 from executor.running.optimizer import OptimizerFactory

@@ -10,7 +10,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from executor.errors import ModelError, WorkloadError
 from executor.measuring.bench import layer_tensors
 from executor.measuring.profile import default_microbatches, profile
-from executor.models.workloads import Workload, next_token_loss, text_batches
+from executor.models.data import next_token_loss, text_batches
+from executor.models.workloads import Workload
 from executor.running.compute import Chance, GpuModel
 from executor.running.storage import measure_memory
 from tests.executor.training import skips

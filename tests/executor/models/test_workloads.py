@@ -8,25 +8,28 @@ import torch
 from torch import nn
 
 from executor.errors import WorkloadError
-from executor.models.workloads import BUILT_IN, Gpt2Sizes, load_workload, next_token_loss, text_batches
+from executor.models.workloads import load_workload
 
 torch.set_num_threads(1)
 
 
 class TestBuiltIn:
-    def test_the_demo_is_what_its_sizes_say(self):
-        sizes = BUILT_IN["gpt2-demo"]
-        assert isinstance(sizes, Gpt2Sizes)
+    def test_the_demo_is_small_and_without_dropout(self):
         workload = load_workload("gpt2-demo")
         layers = workload.layers()
-        assert len(layers) == sizes.blocks + 4
-        block = 12 * sizes.width**2 + 13 * sizes.width
-        embedding = (sizes.vocabulary + sizes.sequence) * sizes.width
-        weights = [embedding] + sizes.blocks * [block] + [2 * sizes.width, sizes.vocabulary * sizes.width, 0]
-        assert [layer.weight_bytes for layer in layers.layers] == [4 * weight for weight in weights]
+        assert len(layers) == 16 + 4
+        assert sum(parameter.numel() for parameter in workload.model.parameters()) == 12_734_976
         assert not any(layer.random for layer in layers.layers)
         inputs, labels = workload.batch(2, 0)
-        assert inputs.shape == labels.shape == (2, sizes.sequence)
+        assert inputs.shape == labels.shape == (2, 128)
+
+    def test_without_values_a_model_has_no_memory(self):
+        model = load_workload("gpt2-100b", values=False).model
+        assert all(parameter.is_meta for parameter in model.parameters())
+
+    def test_more_parameters_than_memory_are_refused(self):
+        with pytest.raises(WorkloadError, match=r"gpt2-100b: its parameters take .* this machine has .* of memory"):
+            load_workload("gpt2-100b")
 
     def test_the_mlp_learns_its_classes(self):
         workload = load_workload("mlp")
@@ -55,25 +58,6 @@ class TestBuiltIn:
             load_workload("gtp2-xl")
         with pytest.raises(WorkloadError, match=r"no model 'zzz'; built in"):
             load_workload("zzz")
-
-
-class TestText:
-    def test_labels_are_the_next_bytes_of_source_text(self):
-        inputs, labels = text_batches(64)(8, 3)
-        assert inputs.dtype == labels.dtype == torch.int64
-        assert torch.equal(inputs[:, 1:], labels[:, :-1])
-        library = b"".join(path.read_bytes() for path in sorted(Path(json.__file__).parent.parent.glob("*.py")))
-        for row, last in zip(inputs.tolist(), labels[:, -1].tolist(), strict=True):
-            assert bytes([*row, last]) in library
-
-    def test_batches_depend_on_their_seed_alone(self):
-        batch = text_batches(16)
-        assert torch.equal(batch(4, 1)[0], batch(4, 1)[0])
-        assert not torch.equal(batch(4, 1)[0], batch(4, 2)[0])
-
-    def test_the_loss_of_even_logits_is_the_entropy(self):
-        loss = next_token_loss(torch.zeros(2, 3, 7), torch.zeros(2, 3, dtype=torch.int64))
-        assert loss.item() == pytest.approx(torch.tensor(7.0).log().item())
 
 
 def write_configuration(folder: Path, **options) -> str:
@@ -109,12 +93,55 @@ class TestConfiguration:
         assert [layer.kind for layer in load_workload(spec).layers().layers[1:3]] == 2 * ["LlamaDecoderLayer"]
 
     @pytest.mark.parametrize(
+        ("options", "inputs", "labels"),
+        [
+            (
+                {"model_type": "bert", "architectures": ["BertForSequenceClassification"], "vocab_size": 256,
+                 "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1,
+                 "max_position_embeddings": 16, "num_labels": 3},
+                (2, 16),
+                (2,),
+            ),
+            (
+                {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 8, "patch_size": 4,
+                 "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1},
+                (2, 3, 8, 8),
+                (2,),
+            ),
+        ],
+    )  # fmt: skip
+    def test_architectures_say_what_it_is_trained_for(self, tmp_path: Path, options: dict, inputs, labels):
+        workload = load_workload(write_configuration(tmp_path, **options))
+        assert type(workload.model).__name__ == options["architectures"][0]
+        batch = workload.batch(2, 0)
+        assert (batch[0].shape, batch[1].shape) == (inputs, labels)
+        assert workload.loss_fn(workload.model(batch[0]).logits, batch[1]).item() > 0
+
+    def test_an_encoder_and_a_decoder_take_two_inputs(self, tmp_path: Path):
+        sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+        spec = write_configuration(
+            tmp_path, model_type="t5", architectures=["T5ForConditionalGeneration"], vocab_size=256, **sizes
+        )
+        workload = load_workload(spec)
+        inputs, labels = workload.batch(2, 0)
+        assert {name: tensor.shape for name, tensor in inputs.items()} == {
+            "input_ids": (2, 1024),
+            "decoder_input_ids": (2, 1024),
+        }
+        assert torch.equal(inputs["decoder_input_ids"][:, 1:], labels[:, :-1])
+        assert [layer.kind for layer in workload.layers().layers] == [
+            "Embedding", "T5Block", "T5LayerNorm", "Embedding", "T5Block", "T5LayerNorm", "Linear", "loss",
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize(
         ("text", "expected"),
         [
+            ('{"model_type": "bert", "architectures": ["BertForPreTraining"]}', "BertForPreTraining is trained for is"),
+            ('{"model_type": "bert", "architectures": ["BertForNothing"]}', "no attribute BertForNothing"),
             ("{", "is not JSON"),
             ("[]", "model_type"),
             ('{"n_layer": 1}', "model_type"),
-            ('{"model_type": "gtp2"}', "no causal language model"),
+            ('{"model_type": "gtp2"}', "has no model of type 'gtp2' .did you mean 'gpt2'"),
             ('{"model_type": "vit"}', "no causal language model"),
             ('{"model_type": "gpt2", "vocab_size": 100}', "at least 256"),
         ],
