@@ -23,7 +23,7 @@ as itself: so memory_wait is about what more memory would save.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 
 import msgspec
@@ -191,21 +191,26 @@ def _mark_memory(stretches: list[_Stretch], schedule: Schedule, times: StepTimes
     for at, stretch in enumerate(stretches):
         if stretch.reason is not Reason.MEMORY or stretch.task is None:
             continue
-        after = next(other.task for other in stretches[at + 1 :] if other.task is not None)
-        assert after is not None
+        earlier, later = range(at, -1, -1), range(at + 1, len(stretches))
+        after = next(task for place in later if (task := stretches[place].task) is not None)
         needed = max((ends[number] for number in reasons.needed(after)), default=begin)
         late = max(0, ends[stretch.task] - needed)
-        for other in _copies_from(reversed(stretches[: at + 1]), schedule):
+        for other in _copies_at(earlier, stretches, schedule):
+            if not late:
+                break
             taken = min(late, other.left_ns)
             other.memory_last, late = other.memory_last + taken, late - taken
-        for other in _copies_from(stretches[at + 1 :], schedule):
+        for other in _copies_at(later, stretches, schedule):
+            if not late:
+                break
             taken = min(late, other.left_ns)
             other.memory_first, late = other.memory_first + taken, late - taken
 
 
-def _copies_from(stretches: Iterable[_Stretch], schedule: Schedule) -> Iterator[_Stretch]:
-    """The first of these, as long as they are copies (or nobody's time, which is left out)."""
-    for stretch in stretches:
+def _copies_at(places: Iterable[int], stretches: Sequence[_Stretch], schedule: Schedule) -> Iterator[_Stretch]:
+    """The stretches at these places, as long as they are copies (or nobody's time, which is left out)."""
+    for place in places:
+        stretch = stretches[place]
         if stretch.task is not None:
             if not _is_copy(schedule, stretch.task):
                 return
