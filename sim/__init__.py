@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .plan import Policy as Policy
     from .plan import Reduce as Reduce
     from .plan import Residency as Residency
+    from .plan import ShardedPlan as ShardedPlan
     from .plan import UpdateOn as UpdateOn
     from .plan import Writeback as Writeback
     from .planner.choice import PlanChoice as PlanChoice
@@ -64,6 +65,7 @@ _HOME = {
     "Reduce": "sim.plan",
     "Residency": "sim.plan",
     "Schedule": "sim.schedule",
+    "ShardedPlan": "sim.plan",
     "Timeline": "sim.timelines.timeline",
     "Trace": "traces.schema",
     "UpdateOn": "sim.plan",

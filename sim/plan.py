@@ -1,7 +1,8 @@
 """The Plan: a point in the search space, from which a Schedule is built.
 
-Two families: :class:`HarmonyPlan` (grouped microbatches, packs, just-in-time updates) and :class:`PagedPlan` (a plain
-schedule run over a pager). A pack is a run of consecutive layers, ``(first, last)``, both included.
+Three families: :class:`HarmonyPlan` (grouped microbatches, packs, just-in-time updates), and two of baselines,
+:class:`PagedPlan` (a plain schedule run over a pager) and :class:`ShardedPlan` (state cut into shards). A pack is a run
+of consecutive layers, ``(first, last)``, both included.
 """
 
 from __future__ import annotations
@@ -27,16 +28,22 @@ class Policy(Enum):
     DP_SWAP = "dp-swap"
     GPIPE_SWAP = "gpipe-swap"
     ONE_F_ONE_B_SWAP = "1f1b-swap"
+    ZERO3_OFFLOAD = "zero3-offload"
+
+    @property
+    def is_harmony(self) -> bool:
+        """Whether it is one of Harmony's own, no baseline."""
+        return self in (Policy.HARMONY_DP, Policy.HARMONY_PP)
 
     @property
     def is_paged(self) -> bool:
         """Whether it is a plain schedule over a pager."""
-        return self not in (Policy.HARMONY_DP, Policy.HARMONY_PP)
+        return not self.is_harmony and self is not Policy.ZERO3_OFFLOAD
 
     @property
     def splits_minibatch(self) -> bool:
         """Whether every GPU runs all layers on a share of the minibatch, rather than some layers on all of it."""
-        return self in (Policy.HARMONY_DP, Policy.DP_SWAP)
+        return self in (Policy.HARMONY_DP, Policy.DP_SWAP, Policy.ZERO3_OFFLOAD)
 
     @property
     def has_private_stores(self) -> bool:
@@ -127,7 +134,7 @@ class HarmonyPlan(_PlanBase, frozen=True, tag_field="family", tag="harmony"):
 
     def __post_init__(self) -> None:
         """Check the fields against each other."""
-        if self.policy.is_paged:
+        if not self.policy.is_harmony:
             raise PlanError(f"policy {self.policy.value} is not a Harmony policy; use harmony-dp or harmony-pp")
         _check_minibatch(self, self.policy)
         if not self.packs_bwd:
@@ -210,18 +217,45 @@ class PagedPlan(_PlanBase, frozen=True, tag_field="family", tag="paged"):
         if not self.policy.is_paged:
             known = ", ".join(policy.value for policy in Policy if policy.is_paged)
             raise PlanError(f"policy {self.policy.value} is not a paged baseline; use one of {known}")
-        if self.u_fwd != self.u_bwd:
-            raise PlanError(f"{self.policy.value} needs u_fwd = u_bwd; got {self.u_fwd} and {self.u_bwd}")
+        _check_same_size(self.policy, self.u_fwd, self.u_bwd)
         _check_minibatch(self, self.policy)
 
 
-Plan = HarmonyPlan | PagedPlan
+class ShardedPlan(_PlanBase, frozen=True, tag_field="family", tag="sharded"):
+    """A baseline: data parallel over state that is cut into one shard for each GPU (``builders/sharded.py``). Layer by
+    layer, weights are gathered from the shards and gradients scattered to them; the update is on the CPU, after all
+    backwards. Forward and backward are cut alike, so ``u_fwd`` equals ``u_bwd``.
+
+    ``prefetch_depth``: so many steps ahead (a layer, one way) weights come in and are gathered, as memory allows.
+    """
+
+    policy: Policy
+    u_fwd: Count
+    u_bwd: Count
+    prefetch_depth: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    @property
+    def overlap_steps(self) -> bool:
+        """A baseline's steps never do."""
+        return False
+
+    def __post_init__(self) -> None:
+        """Check the fields against each other."""
+        if self.policy is not Policy.ZERO3_OFFLOAD:
+            raise PlanError(f"policy {self.policy.value} does not shard its state; use {Policy.ZERO3_OFFLOAD.value}")
+        _check_same_size(self.policy, self.u_fwd, self.u_bwd)
+        _check_minibatch(self, self.policy)
+
+
+Plan = HarmonyPlan | PagedPlan | ShardedPlan
 
 
 def fields_of(policy: Policy) -> tuple[str, ...]:
     """Names of the fields that mean something in plans of this policy."""
     if policy.is_paged:
         return PagedPlan.__struct_fields__
+    if not policy.is_harmony:
+        return ShardedPlan.__struct_fields__
     meaningless = ("reduce",) if policy is Policy.HARMONY_PP else ("slots", "split_backward")
     return tuple(name for name in HarmonyPlan.__struct_fields__ if name not in meaningless)
 
@@ -245,6 +279,11 @@ def _check_minibatch(plan: _PlanBase, policy: Policy) -> None:
             f"{policy.value} gives each GPU a share of the minibatch: {plan.minibatch} samples are fewer than "
             f"{plan.gpus} GPUs; use a larger minibatch or fewer GPUs"
         )
+
+
+def _check_same_size(policy: Policy, u_fwd: int, u_bwd: int) -> None:
+    if u_fwd != u_bwd:
+        raise PlanError(f"{policy.value} needs u_fwd = u_bwd; got {u_fwd} and {u_bwd}")
 
 
 def _check_run(name: str, packs: tuple[Pack, ...], last_layer: int) -> None:

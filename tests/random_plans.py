@@ -8,7 +8,19 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from sim.hardware.machine import Gpu, Host, Machine
-from sim.plan import HarmonyPlan, Pack, PagedPlan, Plan, Policy, Reduce, Residency, StashPlace, UpdateOn, Writeback
+from sim.plan import (
+    HarmonyPlan,
+    Pack,
+    PagedPlan,
+    Plan,
+    Policy,
+    Reduce,
+    Residency,
+    ShardedPlan,
+    StashPlace,
+    UpdateOn,
+    Writeback,
+)
 from traces.schema import Trace
 from traces.synthetic import skewed_trace, with_tied
 
@@ -40,6 +52,12 @@ def random_case(seed: int, *, layers: int = 6, memory_bytes: int = 10**12) -> Ca
         )  # fmt: skip
         tied = with_tied(trace, (0, layers - 2), 100_000) if draw.random() < 0.5 else trace
         return Case(plan, tied, machine)
+    if not policy.is_harmony:
+        u = draw.randint(1, -(-minibatch // gpus))
+        plan = ShardedPlan(
+            policy=policy, minibatch=minibatch, gpus=gpus, u_fwd=u, u_bwd=u, prefetch_depth=draw.choice([0, 1, 3, 16])
+        )
+        return Case(plan, with_tied(trace, (0, layers - 2), 100_000) if draw.random() < 0.5 else trace, machine)
     packs_bwd = random_packs(draw, layers)
     plan = HarmonyPlan(
         policy=policy, minibatch=minibatch, gpus=gpus, u_fwd=draw.randint(1, 4), u_bwd=draw.randint(1, 4),

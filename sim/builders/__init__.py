@@ -5,6 +5,7 @@
                     and ``gradients``), ``memory``
 ``baselines.py``    paged plans: ``stages`` (who does what in which order), ``plain_steps`` (what each
                     step touches), ``paging`` (what comes and goes for it), ``paged_tasks``
+``sharded.py``      sharded plans: ``zero3-offload``
 ``draft.py``        what both write: entries in total order that become a Schedule
 ==================  ===================================================================================
 """
@@ -16,10 +17,11 @@ from traces.schema import Trace
 
 from ..errors import PlanError
 from ..hardware.machine import Machine
-from ..plan import HarmonyPlan, PagedPlan, Plan
+from ..plan import HarmonyPlan, PagedPlan, Plan, ShardedPlan
 from ..schedule import Schedule
 from .baselines import build_paged
 from .harmony import build_harmony
+from .sharded import build_sharded
 
 __all__ = ["build", "build_from_costs"]
 
@@ -46,6 +48,8 @@ def build_from_costs(plan: Plan, costs: Costs, machine: Machine) -> Schedule:
             return build_harmony(plan, costs, machine)
         case PagedPlan():
             return build_paged(plan, costs, machine)
+        case ShardedPlan():
+            return build_sharded(plan, costs, machine)
 
 
 def _check_layers(plan: HarmonyPlan, costs: Costs) -> None:

@@ -13,7 +13,7 @@ from traces.costs import Costs
 from traces.errors import TraceError
 from traces.schema import Phase
 
-from ..plan import PagedPlan, Plan, Policy, shares
+from ..plan import PagedPlan, Plan, Policy, ShardedPlan, shares
 from .estimates import Estimator
 from .group_work import Batches
 from .space import Space
@@ -103,10 +103,7 @@ def paged_candidates(
     costs.update_ns(0, costs.layer_count - 1, Phase.UPDATE_GPU)
     split = shares(minibatch, gpus) if policy.splits_minibatch else [(0, minibatch)]
     sizes = Sizes(costs, [stop - start for start, stop in split])
-    wanted = space.u_fwd or space.u_bwd
-    if space.u_fwd and space.u_bwd:
-        wanted = tuple(sorted({*space.u_fwd} & {*space.u_bwd}))
-    plans = [
+    plans: list[Plan] = [
         PagedPlan(
             policy=policy,
             minibatch=minibatch,
@@ -119,8 +116,37 @@ def paged_candidates(
             prefetch_depth=depth,
         )
         for u, residency, writeback, recompute, depth in product(
-            sizes.of(Phase.BACKWARD, wanted), space.residency, space.writeback, space.recompute, space.prefetch_depth
+            sizes.of(Phase.BACKWARD, _one_size(space)),
+            space.residency,
+            space.writeback,
+            space.recompute,
+            space.prefetch_depth,
         )
     ]
+    return _listed(plans, sizes, estimator)
+
+
+def sharded_candidates(
+    policy: Policy, minibatch: int, gpus: int, costs: Costs, space: Space, estimator: Estimator
+) -> Candidates:
+    """All plans over shards in a space. Raises TraceError as :meth:`Sizes.of`, or for lack of update times."""
+    costs.update_ns(0, costs.layer_count - 1, Phase.UPDATE_CPU)
+    sizes = Sizes(costs, [stop - start for start, stop in shares(minibatch, gpus)])
+    plans: list[Plan] = [
+        ShardedPlan(policy=policy, minibatch=minibatch, gpus=gpus, u_fwd=u, u_bwd=u, prefetch_depth=depth)
+        for u, depth in product(sizes.of(Phase.BACKWARD, _one_size(space)), space.prefetch_depth)
+    ]
+    return _listed(plans, sizes, estimator)
+
+
+def _one_size(space: Space) -> tuple[int, ...] | None:
+    """Microbatch sizes wanted where forward and backward have the same; None: all."""
+    if space.u_fwd and space.u_bwd:
+        return tuple(sorted({*space.u_fwd} & {*space.u_bwd}))
+    return space.u_fwd or space.u_bwd
+
+
+def _listed(plans: list[Plan], sizes: Sizes, estimator: Estimator) -> Candidates:
+    """Few plans, each with its bound."""
     bounds = np.array([estimator.lower_bound_ns(plan) for plan in plans], dtype=np.float64)
     return Candidates(bounds, bounds, plans.__getitem__, bounds.__getitem__, notes=tuple(sizes.notes()))

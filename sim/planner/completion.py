@@ -14,7 +14,7 @@ from traces.schema import Phase
 from ..builders import build_from_costs
 from ..errors import DoesNotFit, PlanError
 from ..hardware.machine import Machine
-from ..plan import HarmonyPlan, Pack, PagedPlan, Plan, Policy, UpdateOn, shares
+from ..plan import HarmonyPlan, Pack, PagedPlan, Plan, Policy, ShardedPlan, UpdateOn, shares
 from ..schedule import Schedule
 from ..units import format_bytes
 from .choice import PlanChoice
@@ -45,6 +45,9 @@ def completions(choice: PlanChoice, policy: Policy, minibatch: int, costs: Costs
     fixed |= {"policy": policy, "minibatch": minibatch, "gpus": len(machine.gpus), "u_fwd": u_fwd, "u_bwd": u_bwd}
     if policy.is_paged:
         yield PagedPlan(**fixed)
+        return
+    if not policy.is_harmony:
+        yield ShardedPlan(**fixed)
         return
     in_pipeline = policy is Policy.HARMONY_PP
     share = minibatch if in_pipeline else max(stop - start for start, stop in shares(minibatch, len(machine.gpus)))

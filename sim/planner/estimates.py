@@ -22,9 +22,10 @@ import numpy as np
 from traces.costs import Costs
 
 from ..hardware.machine import Machine
-from ..plan import HarmonyPlan, PagedPlan, Plan
+from ..plan import HarmonyPlan, PagedPlan, Plan, ShardedPlan
 from .group_work import Job, JobMaker, Work
 from .paged_estimates import paged_bound_ns
+from .sharded_estimates import sharded_bound_ns
 from .ways import Ways
 
 _ROUNDING = 1 - 1e-9
@@ -50,6 +51,8 @@ class Estimator:
                 bound = max(finish, _resource_bound_ns(jobs, times, self._ways, spills))
             case PagedPlan():
                 bound = paged_bound_ns(plan, self._costs, self._machine, self._ways)
+            case ShardedPlan():
+                bound = sharded_bound_ns(plan, self._costs, self._machine, self._ways)
         return int(bound * _ROUNDING)
 
 

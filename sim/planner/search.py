@@ -37,7 +37,7 @@ from ..errors import DoesNotFit, PlanError
 from ..hardware.machine import Machine
 from ..plan import Plan, Policy
 from ..units import NS_PER_S, format_seconds
-from .candidates import Candidates, paged_candidates
+from .candidates import Candidates, paged_candidates, sharded_candidates
 from .choice import PlanChoice
 from .estimates import Estimator
 from .evaluate import Found, evaluate, evaluate_encoded
@@ -175,10 +175,12 @@ def _candidates(
         refusals.add(policy, Reason.PLAN, error)
         return Candidates()
     try:
-        if policy.is_paged:
+        if policy.is_harmony:
+            candidates = harmony_candidates(policy, minibatch, costs, machine, space, refusals)
+        elif policy.is_paged:
             candidates = paged_candidates(policy, minibatch, gpus, costs, space, estimator)
         else:
-            candidates = harmony_candidates(policy, minibatch, costs, machine, space, refusals)
+            candidates = sharded_candidates(policy, minibatch, gpus, costs, space, estimator)
     except PlanError as error:
         refusals.add(policy, Reason.PLAN, error)
         return Candidates()

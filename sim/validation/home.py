@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from traces.costs import Costs
 
-from ..home import NO_TIES, home_accesses, in_conflict, tied_layers
+from ..home import NO_TIES, HomeTensor, home_accesses, in_conflict, tied_layers
 from ..schedule import Schedule, TensorKind
+from ..shards import Shards
 from .happens_before import HappensBefore
 
 
@@ -25,5 +26,12 @@ def home_faults(schedule: Schedule, surely: HappensBefore, costs: Costs | None) 
                 what = f"{home.kind.value} {home.layer} in the store"
                 yield f"{other} and {task} may touch {what} at the same time, and one of them writes it"
         first, writes = used[0]
-        if home.kind is TensorKind.GRADIENT and not writes and costs is not None and costs.updates(home.layer):
+        if home.kind is TensorKind.GRADIENT and not writes and _is_updated(home, costs, schedule.plan.gpus):
             yield f"{first} takes gradient {home.layer} from the store before anything has written it there"
+
+
+def _is_updated(home: HomeTensor, costs: Costs | None, gpus: int) -> bool:
+    """Whether there are trained weights in the layer (in the shard), if that is known."""
+    if costs is None or not costs.updates(home.layer):
+        return False
+    return home.shard is None or Shards(costs, gpus).bytes(home.kind, (home.layer, home.layer), home.shard) > 0

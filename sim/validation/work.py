@@ -8,7 +8,7 @@ from itertools import groupby
 
 from traces.costs import Costs
 
-from ..plan import HarmonyPlan, PagedPlan
+from ..plan import HarmonyPlan, PagedPlan, ShardedPlan
 from ..schedule import Interval, Schedule, Task, TaskKind, TensorKind
 from .happens_before import HappensBefore
 
@@ -21,7 +21,7 @@ def fused_layers(schedule: Schedule) -> range:
         case HarmonyPlan(packs_bwd=packs):
             first, last = packs[-1]
             return range(first, last + 1)
-        case PagedPlan():
+        case PagedPlan() | ShardedPlan():
             return range(0)
 
 

@@ -31,6 +31,7 @@ from sim.plan import (
     Policy,
     Reduce,
     Residency,
+    ShardedPlan,
     StashPlace,
     UpdateOn,
     Writeback,
@@ -171,6 +172,11 @@ def harmony(
         policy=policy, minibatch=MINIBATCH, gpus=gpus, u_fwd=sizes[0], u_bwd=sizes[1],
         packs_fwd=packs[0], packs_bwd=packs[1], **options,
     )  # fmt: skip
+
+
+def sharded(gpus: int, u: int, **options: Any) -> ShardedPlan:
+    """A plan for minibatches of 8."""
+    return ShardedPlan(policy=Policy.ZERO3_OFFLOAD, minibatch=MINIBATCH, gpus=gpus, u_fwd=u, u_bwd=u, **options)
 
 
 def paged(policy: Policy, gpus: int, u: int, **options: Any) -> PagedPlan:

@@ -14,6 +14,7 @@ from sim.plan import (
     Policy,
     Reduce,
     Residency,
+    ShardedPlan,
     StashPlace,
     UpdateOn,
     Writeback,
@@ -47,6 +48,8 @@ def closed_forms(plan: Plan, costs: Costs) -> Moved:
     if isinstance(plan, PagedPlan):
         return _paged(plan, costs)
     letters = Letters(plan, costs)
+    if isinstance(plan, ShardedPlan):
+        return _sharded(plan, letters)
     in_pipeline = plan.policy is Policy.HARMONY_PP and plan.gpus > 1
     return _pipeline(plan, letters) if in_pipeline else _data_parallel(plan, letters)
 
@@ -249,6 +252,25 @@ def _collectives(reduce: Reduce | None, sent: int) -> Moved:
         TaskKind.ALLREDUCE: Counter({TensorKind.GRADIENT: 2 * sent} if reduce is Reduce.RING else {}),
         TaskKind.REDUCE_SCATTER: Counter({TensorKind.GRADIENT: sent} if reduce is Reduce.SCATTER else {}),
         TaskKind.ALL_GATHER: Counter(),
+    }
+
+
+def _sharded(plan: ShardedPlan, s: Letters) -> Moved:
+    rounds = len(pieces(*shares(plan.minibatch, plan.gpus)[0], plan.u_fwd))
+    return {
+        TaskKind.SWAP_IN: Counter(
+            {
+                TensorKind.WEIGHT: 2 * rounds * s.w,
+                TensorKind.GRADIENT: (rounds - 1) * s.dw,
+                TensorKind.BUFFER: plan.gpus * s.b,
+                TensorKind.DATA: s.x(0) + s.labels,
+            }
+        ),
+        TaskKind.SWAP_OUT: Counter({TensorKind.GRADIENT: rounds * s.dw, TensorKind.BUFFER: s.b_changed}),
+        TaskKind.P2P: Counter(),
+        TaskKind.ALLREDUCE: Counter(),
+        TaskKind.REDUCE_SCATTER: Counter({TensorKind.GRADIENT: rounds * (plan.gpus - 1) * s.dw}),
+        TaskKind.ALL_GATHER: Counter({TensorKind.WEIGHT: 2 * rounds * (plan.gpus - 1) * s.w}),
     }
 
 

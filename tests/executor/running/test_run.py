@@ -52,6 +52,7 @@ from tests.executor.training import (
     plainly,
     plans,
     resident_plans,
+    sharded,
     stash_plans,
     tied_chain,
     trace_of,
@@ -119,6 +120,8 @@ class TestSeveralSteps:
         packs = ((0, 0), (1, 1)), ((0, 0), (1, 1), (2, last))
         if policy.is_paged:
             plan: Plan = paged(policy, 2, 3, residency=Residency.NEXT if update is UpdateOn.CPU else Residency.LRU)
+        elif not policy.is_harmony:
+            plan = sharded(2, 3, prefetch_depth=1 if update is UpdateOn.CPU else 0)
         else:
             plan = harmony(policy, 2, (4, 2), packs, update=update)
         ran = train(workload, plan, steps=1, warmup_steps=1, optimizer=adam, state_tensors=2)

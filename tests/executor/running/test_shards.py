@@ -12,7 +12,6 @@ from torch import Tensor, optim
 
 from executor.devices.emulated import EmulatedDevices
 from executor.errors import ModelError, OptimizerError
-from executor.models.layers import decompose
 from executor.models.workloads import Workload
 from executor.running.layout import layouts
 from executor.running.session import Session
@@ -29,17 +28,21 @@ from tests.executor.training import (
     Make,
     adam,
     chain,
+    cut_of,
     differences,
     gpt2,
     harmony,
     moved_in,
+    normalised_chain,
     plainly,
+    sharded,
     tied_chain,
     trace_of,
     train,
+    train_in_pieces,
     train_plainly,
 )
-from tests.sim.closed_forms import moved
+from tests.sim.closed_forms import closed_forms, moved
 from traces.costs import Costs
 
 KINDS = (TensorKind.WEIGHT, TensorKind.GRADIENT, TensorKind.OPTIMIZER_STATE)
@@ -48,14 +51,14 @@ MODELS = pytest.mark.parametrize("make", [chain, FROZEN, tied_chain, gpt2], ids=
 
 
 def scattered(workload: Workload, gpus: int, update: UpdateOn) -> HarmonyPlan:
-    last = len(decompose(workload.model, workload.loss_fn)) - 1
+    last = len(workload.layers()) - 1
     packs = ((0, 0), (1, 1)), ((0, 0), (1, 1), (2, last))
     return harmony(Policy.HARMONY_DP, gpus, (4, 2), packs, update=update, reduce=Reduce.SCATTER)
 
 
 def shard_layouts(workload: Workload, gpus: int) -> ShardLayouts:
     """With two tensors of state in the shape of each parameter."""
-    model = decompose(workload.model, workload.loss_fn)
+    model = workload.layers()
     state = {id(p): {"a": p.dtype, "b": p.dtype} for p in workload.model.parameters()}
     return ShardLayouts(model, layouts(model, state), gpus)
 
@@ -65,7 +68,7 @@ def shard_layouts(workload: Workload, gpus: int) -> ShardLayouts:
 def test_shards_have_the_bytes_that_schedules_say(make: Make, gpus: int) -> None:
     workload = make()
     layout, shards = shard_layouts(workload, gpus), Shards(Costs(trace_of(workload, state_tensors=2)), gpus)
-    last = len(decompose(workload.model, workload.loss_fn)) - 1
+    last = len(workload.layers()) - 1
     for kind in KINDS:
         for shard in range(gpus):
             assert layout.bytes(kind, 0, last, shard) == shards.bytes(kind, (0, last), shard)
@@ -76,7 +79,7 @@ def test_shards_have_the_bytes_that_schedules_say(make: Make, gpus: int) -> None
 @MODELS
 def test_shards_hold_every_element_once_and_state_goes_with_its_gradient(make: Make) -> None:
     workload = make()
-    layout, model = shard_layouts(workload, 3), decompose(workload.model, workload.loss_fn)
+    layout, model = shard_layouts(workload, 3), workload.layers()
     for layer, spec in enumerate(model.layers):
         found: dict[str, list[tuple[int, int]]] = {}
         for shard in range(3):
@@ -140,10 +143,31 @@ def test_elementwise_optimizers_update_shards(optimizer: Callable[..., Any], sta
     assert differences(ran.trained, train_plainly(workload, 3, optimizer=optimizer)) == {}
 
 
+@pytest.mark.parametrize(
+    ("gpus", "u", "depth"), [(1, 3, 0), (1, 3, 1), (2, 1, 16), (2, 3, 0), (3, 1, 1), (3, 2, 4), (3, 8, 0)]
+)
+@MODELS
+def test_zero3_trains_as_plain_pytorch_does(make: Make, gpus: int, u: int, depth: int) -> None:
+    workload, plan = make(), sharded(gpus, u, prefetch_depth=depth)
+    ran = train(workload, plan, steps=1, warmup_steps=1, optimizer=adam)
+    validate(ran.schedule, ran.trace)
+    assert differences(ran.trained, plainly(make, 2, adam)) == {}
+    assert moved_in(ran.timeline) == moved(ran.schedule)
+    if make is chain:
+        assert moved(ran.schedule) == closed_forms(plan, Costs(ran.trace))
+
+
+@pytest.mark.parametrize(("gpus", "u"), [(1, 2), (2, 2), (3, 3)])
+def test_zero3_keeps_the_first_gpus_statistics_and_repeats_dropout(gpus: int, u: int) -> None:
+    plan = sharded(gpus, u, prefetch_depth=1)
+    expected = train_in_pieces(normalised_chain(), cut_of(plan), steps=2)
+    assert differences(train(normalised_chain(), plan, steps=2).trained, expected) == {}
+
+
 def session(workload: Workload, optimizer: optim.Optimizer, plan: HarmonyPlan, state_tensors: int) -> Session:
     machine = made.machine(plan.gpus)
     schedule = build(plan, trace_of(workload, state_tensors), machine)
-    model = decompose(workload.model, workload.loss_fn)
+    model = workload.layers()
     return Session(schedule, model, optimizer, EmulatedDevices(machine))
 
 

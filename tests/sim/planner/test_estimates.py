@@ -12,7 +12,19 @@ from sim.engine.durations import CostDurations, Demands
 from sim.engine.simulate import run_step
 from sim.errors import DoesNotFit, PlanError
 from sim.hardware.machine import Gpu, Host, Link, Machine, NvLink
-from sim.plan import HarmonyPlan, Pack, PagedPlan, Plan, Policy, Reduce, Residency, StashPlace, UpdateOn, Writeback
+from sim.plan import (
+    HarmonyPlan,
+    Pack,
+    PagedPlan,
+    Plan,
+    Policy,
+    Reduce,
+    Residency,
+    ShardedPlan,
+    StashPlace,
+    UpdateOn,
+    Writeback,
+)
 from sim.planner.estimates import Estimator
 from tests.strategies import linear_traces
 from traces.costs import Costs
@@ -114,6 +126,19 @@ def test_no_harmony_plan_beats_its_bound(data: st.DataObject) -> None:
     costs = Costs(data.draw(linear_traces(tied=True, frozen=True)))
     machine = data.draw(machines())
     plan = data.draw(harmony_plans(len(machine.gpus), costs.layer_count))
+    assert Estimator(costs, machine).lower_bound_ns(plan) <= simulated_ns(plan, costs, machine)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_plan_over_shards_beats_its_bound(data: st.DataObject) -> None:
+    costs = Costs(data.draw(linear_traces(tied=True, frozen=True)))
+    machine = data.draw(machines())
+    gpus, u = len(machine.gpus), data.draw(st.integers(1, 4))
+    plan = ShardedPlan(
+        policy=Policy.ZERO3_OFFLOAD, minibatch=data.draw(st.integers(gpus, 8)), gpus=gpus, u_fwd=u, u_bwd=u,
+        prefetch_depth=data.draw(st.sampled_from((0, 1, 4))),
+    )  # fmt: skip
     assert Estimator(costs, machine).lower_bound_ns(plan) <= simulated_ns(plan, costs, machine)
 
 

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from sim.builders.store_bytes import store_bytes
 from sim.errors import PlanError
 from sim.hardware.machine import Gpu, Host, Link, Machine
-from sim.plan import HarmonyPlan, PagedPlan, Plan, Policy, Reduce, Residency, UpdateOn, Writeback, shares
-from sim.planner.candidates import paged_candidates
+from sim.plan import HarmonyPlan, PagedPlan, Plan, Policy, Reduce, Residency, ShardedPlan, UpdateOn, Writeback, shares
+from sim.planner.candidates import paged_candidates, sharded_candidates
 from sim.planner.choice import PlanChoice
 from sim.planner.estimates import Estimator
 from sim.planner.evaluate import Found, evaluate
@@ -84,6 +84,13 @@ def all_paged_plans(policy: Policy, minibatch: int, gpus: int) -> Iterator[Paged
 def all_plans(policy: Policy, minibatch: int, costs: Costs, machine: Machine) -> list[Plan]:
     if policy.is_paged:
         return list(all_paged_plans(policy, minibatch, len(machine.gpus)))
+    if not policy.is_harmony:
+        gpus = len(machine.gpus)
+        sizes = range(1, shares(minibatch, gpus)[0][1] + 1)
+        return [
+            ShardedPlan(policy=policy, minibatch=minibatch, gpus=gpus, u_fwd=u, u_bwd=u, prefetch_depth=depth)
+            for u, depth in product(sizes, (0, 1, 4, 16))
+        ]
     return list(all_harmony_plans(policy, minibatch, costs, machine))
 
 
@@ -151,6 +158,8 @@ def test_no_candidate_beats_any_bound(trace: Trace, machine: Machine, minibatch:
     estimator = Estimator(costs, machine)
     if policy.is_paged:
         candidates = paged_candidates(policy, minibatch, len(machine.gpus), costs, Space(), estimator)
+    elif not policy.is_harmony:
+        candidates = sharded_candidates(policy, minibatch, len(machine.gpus), costs, Space(), estimator)
     else:
         candidates = harmony_candidates(policy, minibatch, costs, machine, Space(gpu_order=(backwards,)), Refusals())
     for number in range(0, candidates.count, 1 + candidates.count // 12):
@@ -167,7 +176,8 @@ def test_the_top_is_sorted_and_distinct_and_as_long_as_asked_for(without_limit: 
     assert len({each.plan for each in found.top}) == 20
     assert found.top[0] == found.best.found
     assert found.best.plan == found.best.schedule.plan == found.top[0].plan
-    assert {policy: best.plan.policy for policy, best in found.best_by_policy.items()} == {p: p for p in Policy}
+    fitting = [policy for policy in Policy if policy is not Policy.ZERO3_OFFLOAD]  # it keeps whole layers on a GPU
+    assert {policy: best.plan.policy for policy, best in found.best_by_policy.items()} == {p: p for p in fitting}
 
 
 def test_a_short_list_prunes_more_and_finds_the_same_best(without_limit: SearchResult) -> None:
@@ -268,7 +278,7 @@ def test_progress_grows() -> None:
     assert [policy.value for policy in Policy if any(text.startswith(policy.value) for text in texts)] == [
         policy.value for policy in Policy
     ]
-    assert "best" in texts[-1]
+    assert any("best" in text for text in texts)
 
 
 def agrees(plan: Plan, choice: PlanChoice) -> bool:
