@@ -61,6 +61,7 @@ COMMANDS = [
     ("calibrate",),
     ("machines",),
     ("trace", "show"),
+    ("trace", "diff"),
     ("trace", "export"),
     ("search",),
     ("simulate",),

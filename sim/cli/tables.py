@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..hardware.machine import Machine
 from ..plan import Policy, fields_of
-from ..tables import MISSING, Table
+from ..tables import MISSING, Table, signed_percent
 from ..units import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from traces.diff import Difference
 
 
 def machine_table(machines: Sequence[Machine]) -> Table:
@@ -94,6 +97,27 @@ def trace_tables(summary: dict[str, Any]) -> Iterator[Table]:
             )
             for entry in summary["times"]
         ),
+    )
+
+
+def difference_table(differences: Sequence[Difference]) -> Table:
+    """One column of a trace that differs a row."""
+    return Table(
+        "Differences",
+        ("table", "column", "rows", "most in", "first", "second", "change"),
+        tuple(
+            (
+                each.table,
+                each.column,
+                str(each.rows),
+                each.where or MISSING,
+                str(each.ours),
+                str(each.theirs),
+                MISSING if each.change is None else signed_percent(each.change),
+            )
+            for each in differences
+        ),
+        words=2,
     )
 
 

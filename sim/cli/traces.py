@@ -1,4 +1,4 @@
-"""Commands about traces: import, show, export."""
+"""Commands about traces: import, show, diff, export."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ commands.add_typer(trace_commands, name="trace")
 
 @commands.command("import", epilog="Example: harmony import gtx1080ti/gpt2_xl -o gpt2-xl.json")
 def import_(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A folder of tables, or a profile of the artifact.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A folder of tables, or a file of PyTorch's profiler.")
+    ],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="T.json", help="Trace to write.")],
     model: Annotated[str | None, typer.Option("--model", help="The model's name; default as the source says")] = None,
     device: Annotated[
@@ -54,6 +56,24 @@ def trace_show(trace: TraceName, as_json: Json = False) -> None:
 
     summary = summarize(load_trace(trace))
     Output(as_json).result(summary, *trace_tables(summary))
+
+
+@trace_commands.command("diff", epilog="Example: harmony trace diff before.json after.json")
+def trace_diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="A trace file, or the name of a shipped trace.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another.")],
+    as_json: Json = False,
+) -> None:
+    """What differs between two traces: in which column, in how many rows, and where most."""
+    from dataclasses import asdict
+
+    from traces.diff import diff
+    from traces.files import load_trace
+
+    from .tables import difference_table
+
+    found = diff(load_trace(first), load_trace(second))
+    Output(as_json).result([asdict(each) for each in found], difference_table(found) if found else "no difference")
 
 
 @trace_commands.command("export", epilog="Example: harmony trace export gpt2-xl@gtx-1080-ti -o gpt2-xl")

@@ -10,7 +10,7 @@ from msgspec import structs
 from ..checks import check_trace
 from ..errors import TraceError
 from ..schema import Trace
-from . import pickles, profile_tables, trace_tables
+from . import pickles, profile_tables, profiler, trace_tables
 from .derivation import notes_on, trace_of
 from .profile import LayerProfile
 
@@ -33,7 +33,7 @@ def import_trace(
     """Read a trace from what others measured. What is given by name here stands in for what the source says, or lacks.
 
     Sources: a folder of profile tables (see ``profile_tables``), of the public artifact's pickles (``pickles``), or of
-    a trace's own tables (``trace_tables``).
+    a trace's own tables (``trace_tables``); or a file that PyTorch's profiler wrote (``profiler``).
 
     Raises TraceError for anything wrong with the source: which file, row or layer, column, and what was found.
     """
@@ -42,6 +42,8 @@ def import_trace(
         raise TraceError(str(source), "", "no such file or folder")
     named = {"model": model, "device": device, "label_bytes_per_sample": label_bytes_per_sample}
     given = {name: value for name, value in named.items() if value is not None}
+    if path.is_file():
+        return Imported(structs.replace(profiler.read_trace(path), **given), ())
     if trace_tables.is_trace_folder(path):
         return Imported(structs.replace(trace_tables.read_trace(path), **given), ())
     profile = replace(_profile(path), **given)  # type: ignore[arg-type]

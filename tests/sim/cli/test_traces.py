@@ -1,4 +1,4 @@
-"""Commands about traces: import, show, export."""
+"""Commands about traces: import, show, diff, export."""
 
 from __future__ import annotations
 
@@ -100,6 +100,17 @@ def test_an_exported_trace_is_imported_as_it_was(kind: str) -> None:
     failed = harmony("trace", "export", "gpt2-xl@gtx-1080-ti", "-o", "tables")
     assert failed.exit_code == 1
     assert "tables: is there already" in failed.stderr
+
+
+def test_diff(tmp_path: Path) -> None:
+    folder = str(write(tmp_path / "made-up"))
+    succeed("import", folder, "-o", "a.json")
+    succeed("import", folder, "-o", "b.json", "--label-bytes", "4")
+    assert json_of("trace", "diff", "a.json", "a.json") == []
+    assert "no difference" in succeed("trace", "diff", "a.json", "a.json").stdout
+    (found,) = json_of("trace", "diff", "a.json", "b.json")
+    assert (found["column"], found["ours"], found["theirs"]) == ("label_bytes_per_sample", 0, 4)
+    assert "label_bytes_per_sample" in succeed("trace", "diff", "a.json", "b.json").stdout
 
 
 @pytest.mark.skipif(not REFERENCE.exists(), reason="the measured profiles are not beside this checkout")
