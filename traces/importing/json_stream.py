@@ -15,6 +15,7 @@ from ..errors import TraceError
 _CHUNK = 1 << 16
 _GZIP = b"\x1f\x8b"
 _SPACE = " \t\r\n"
+_LONGEST_EXPONENT_BEGUN = len("e+") + 1
 
 
 def entries(path: Path, array: str) -> Iterator[tuple[str, Any]]:
@@ -82,7 +83,7 @@ class _Text:
                 if not self._more():
                     raise self._wrong(f"is not JSON: {error.msg}") from None
                 continue
-            if end == len(self._text) and self._more():  # a number may go on
+            if len(self._text) - end < _LONGEST_EXPONENT_BEGUN and self._more():  # a number may go on
                 continue
             self._at = end
             return value

@@ -51,6 +51,13 @@ def test_pieces_add_up_to_the_whole(
     assert found == [*before.items(), *(("events", event) for event in events), *after.items()]
 
 
+@pytest.mark.parametrize("number", ["1.5e16", "-1E+10", "0.25", "12", "-3e-2"])
+def test_numbers_may_be_cut_anywhere(tmp_path: Path, number: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_stream, "_CHUNK", 1)
+    (tmp_path / "t.json").write_text(f'{{"events":[{number},{number} ]}}')
+    assert list(json_stream.entries(tmp_path / "t.json", "events")) == [("events", float(number))] * 2
+
+
 def test_a_long_file_takes_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "long.json.gz"
     event = json.dumps({"ph": "X", "name": "kernel", "args": "x" * 400})
