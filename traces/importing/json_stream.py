@@ -45,7 +45,6 @@ class _Text:
         self._decode = json.JSONDecoder(parse_constant=self._refuse).raw_decode
         self._bytes = b""  # of a letter that has only begun
         self._text, self._at, self._passed = "", 0, 0
-        self._ended = False
 
     def entries(self, array: str) -> Iterator[tuple[str, Any]]:
         """The names and values of the object that is here."""
@@ -107,21 +106,23 @@ class _Text:
                 return
 
     def _more(self) -> bool:
-        """Forget what is passed, and read on, as much as there is already; False at the end."""
-        if self._ended:
-            return False
+        """Forget what is passed, and read on, as much as there is already. At the end False, and nothing changes."""
         left = self._text[self._at :]
-        data = self._bytes + self._stream.read(max(_CHUNK, len(left)))
-        self._ended = len(data) == len(self._bytes)
+        read = self._stream.read(max(_CHUNK, len(left)))
+        if not read:
+            if self._bytes:
+                raise self._wrong("ends in the middle of a letter")
+            return False
+        data = self._bytes + read
         try:
             text, self._bytes = data.decode(), b""
         except UnicodeDecodeError as error:
-            if self._ended or len(data) - error.start > 3:
+            if len(data) - error.start > 3:
                 raise self._wrong("is not UTF-8 text") from None
             text, self._bytes = data[: error.start].decode(), data[error.start :]
         self._passed += self._at
         self._text, self._at = left + text, 0
-        return not self._ended
+        return True
 
     def _refuse(self, constant: str) -> Any:
         raise self._wrong(f"{constant} is not a value that JSON has; measure that number again")
