@@ -38,11 +38,14 @@ def measure_trace(
     in_parts: bool = False,
     progress: Progress = silent,
 ) -> Trace:
-    """Profile the model that ``model`` names on the CPU (``cpu``) or a CUDA device (``cuda``)."""
+    """Profile the model that ``model`` names on the CPU (``cpu``) or a CUDA device (``cuda``).
+
+    One that is larger than this machine's memory is measured with made-up values, a few layers at a time.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("there is no CUDA device; profile for emulated GPUs instead (--device cpu)")
     return profile(
-        load_workload(model),
+        load_workload(model, values=None),
         microbatches=microbatches,
         device=torch.device(device),
         warmups=warmups,

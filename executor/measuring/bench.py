@@ -18,16 +18,22 @@ from .sampling import Clock
 GRADIENT_SCALE = 1e-3
 """Size of the made-up gradients in updates."""
 
+WEIGHT_SCALE = 0.02
+"""Standard deviation of made-up weights."""
+
 
 def layer_tensors(model: LayerModel, layer: int, device: torch.device) -> LayerTensors:
-    """Copies of a layer's weights and buffers on a device, and zeros for its gradients."""
+    """Copies of a layer's weights and buffers on a device, and zeros for its gradients.
+
+    Of a model without memory (device ``meta``) values are made up.
+    """
     spec = model.layers[layer]
     return LayerTensors(
         weights={
-            name: named.tensor.detach().to(device, copy=True).requires_grad_(named.tensor.requires_grad)
+            name: _copied(named.tensor, device).requires_grad_(named.tensor.requires_grad)
             for name, named in spec.parameters.items()
         },
-        buffers={name: named.tensor.detach().to(device, copy=True) for name, named in spec.buffers.items()},
+        buffers={name: _copied(named.tensor, device) for name, named in spec.buffers.items()},
         gradients={name: torch.zeros_like(named.tensor, device=device) for name, named in spec.trainable.items()},
     )
 
@@ -84,7 +90,7 @@ class UpdateBench:
     def __init__(self, model: LayerModel, layer: int, device: torch.device, optimizer: OptimizerFactory) -> None:
         users = {group.name: len(group.layers) for group in model.tied}
         owned = model.owned(layer).values()
-        parameters = [nn.Parameter(named.tensor.detach().to("cpu", copy=True)) for named in owned]
+        parameters = [nn.Parameter(_copied(named.tensor, torch.device("cpu"))) for named in owned]
         self._packs = PackOptimizer(optimizer(parameters))
         self._host = {
             parameter: [_made_up(parameter) for _ in range(users.get(named.qualified, 1))]
@@ -118,6 +124,17 @@ class UpdateBench:
         }
         weight = parameter.detach().to(device, copy=True).requires_grad_()
         return Moved(parameter, weight, self._device[parameter][0], state)
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    if not tensor.is_meta:
+        return tensor.detach().to(device, copy=True)
+    made = torch.zeros_like(tensor, device=device)
+    return (
+        made.normal_(0, WEIGHT_SCALE, generator=torch.Generator(device).manual_seed(0))
+        if made.is_floating_point()
+        else made
+    )
 
 
 def _made_up(parameter: nn.Parameter) -> Tensor:

@@ -7,8 +7,9 @@ as a transcript would repeat it for every batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -84,7 +85,8 @@ def transcribe(model: nn.Module, units: Sequence[Unit], inputs: Inputs) -> Trans
         runs = watch(model, units, inputs, SAMPLES, nullcontext(), "meta")
     except ModelError:
         # Libraries that would look at values take another way when they see that they are traced.
-        runs = watch(model, units, inputs, SAMPLES, FakeTensorMode(allow_non_fake_inputs=True), "cpu")
+        with _quiet():
+            runs = watch(model, units, inputs, SAMPLES, FakeTensorMode(allow_non_fake_inputs=True), "cpu")
     first = runs[0]
     calls = []
     for index, same in enumerate(zip_longest(*(run.calls for run in runs))):
@@ -101,6 +103,17 @@ def transcribe(model: nn.Module, units: Sequence[Unit], inputs: Inputs) -> Trans
         ValueInfo(tuple(run.infos[number].shape for run in runs), *info[1:]) for number, info in enumerate(first.infos)
     )
     return Transcript(tuple(calls), values, first.inputs, first.output, first.constants)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What torch would log of an operator that fails is in the error as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
 
 
 def _alike(call: Call | None, other: Call | None) -> bool:

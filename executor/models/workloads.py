@@ -79,12 +79,13 @@ def adam(parameters: Any) -> Optimizer:
     return torch.optim.Adam(parameters, lr=3e-4, fused=True)
 
 
-def load_workload(spec: str, *, seed: int = 0, values: bool = True) -> Workload:
+def load_workload(spec: str, *, seed: int = 0, values: bool | None = True) -> Workload:
     """A workload by ``spec``: a name of :data:`PUBLISHED`, ``hf:CONFIG.json`` (a configuration of transformers) or
     ``module:callable``, whose call returns (model, loss_fn, batch_fn(n, seed)).
 
     ``seed`` fixes the initial weights; the global random state is left as it was. Without ``values`` the model has
-    shapes but no memory (device ``meta``), unless it is made by the user's code. Raises WorkloadError for what cannot
+    shapes but no memory (device ``meta``), unless it is made by the user's code; None: it has values if they fit into
+    this machine's memory. Raises WorkloadError for what cannot
     be found, is not of that form or has more parameters than this machine has memory.
     """
     with torch.random.fork_rng(devices=[]):
@@ -94,11 +95,16 @@ def load_workload(spec: str, *, seed: int = 0, values: bool = True) -> Workload:
         make = _from_configuration(spec) if spec.startswith("hf:") else _published(spec)
         with torch.device("meta"):
             shapes = make()
-        if not values:
+        needed, there = _bytes_of(shapes.model), _memory_bytes()
+        if values is False or (values is None and needed > there):
             return shapes
         if spec.startswith("hf:"):
             shapes.layers()  # refused before memory is spent on it
-        _check_memory(shapes)
+        if needed > there:
+            raise WorkloadError(
+                f"{shapes.name}: its parameters take {format_bytes(needed)} ({needed} B), and this machine has "
+                f"{format_bytes(there)} ({there} B) of memory; harmony layers and harmony profile work without"
+            )
         return make()
 
 
@@ -112,15 +118,12 @@ def _published(name: str) -> Callable[[], Workload]:
     return lambda: Workload(name, published.model(), published.loss_fn, published.batches())
 
 
-def _check_memory(shapes: Workload) -> None:
-    """The parameters fit into this machine's memory."""
-    needed = sum(parameter.nbytes for parameter in shapes.model.parameters())
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
-        raise WorkloadError(
-            f"{shapes.name}: its parameters take {format_bytes(needed)} ({needed} B), and this machine has "
-            f"{format_bytes(there)} ({there} B) of memory; what needs no values, such as harmony layers, works here"
-        )
+def _bytes_of(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _did_you_mean(word: str, known: Any) -> str:

@@ -1,3 +1,4 @@
+import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -161,6 +162,14 @@ class TestSizes:
             tightest = max(tightest, backward.peak_bytes / planned)
             del result
         assert tightest == 1.0
+
+
+def test_a_model_without_memory_is_measured_with_made_up_values():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    shapes, real = quick(regression(model), 2), quick(regression(copy.deepcopy(model).to_empty(device="cpu")), 2)
+    assert (shapes.layers, shapes.sizes) == (real.layers, real.sizes)
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 class TestLayers:

@@ -28,6 +28,8 @@ class TestBuiltIn:
         assert all(parameter.is_meta for parameter in model.parameters())
 
     def test_more_parameters_than_memory_are_refused(self):
+        assert all(p.is_meta for p in load_workload("gpt2-100b", values=None).model.parameters())
+        assert not any(p.is_meta for p in load_workload("mlp", values=None).model.parameters())
         with pytest.raises(WorkloadError, match=r"gpt2-100b: its parameters take .* this machine has .* of memory"):
             load_workload("gpt2-100b")
 
