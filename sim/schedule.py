@@ -22,7 +22,7 @@ from .errors import ScheduleError
 from .plan import Plan
 
 FORMAT = "harmony-schedule"
-VERSION = 1
+VERSION = 2
 
 Interval = tuple[int, int]
 """Samples ``[start, stop)`` of the minibatch."""

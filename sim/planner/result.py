@@ -71,7 +71,7 @@ class SearchResult:
 
     ``top`` are the fastest of all policies, ``best_by_policy`` the fastest of each that has a plan which fits. No
     candidate takes less than ``lower_bound_ns``: the least bound of those not simulated, or time of those that were.
-    Variations of candidates may, and the best may be one.
+    Variations that were not simulated may.
     """
 
     best: Best
@@ -86,9 +86,9 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """By which share of the best's step time a candidate that was not simulated could at most be faster."""
-        best = self.best.step_time_ns
-        return max(0, best - self.lower_bound_ns) / best if best else 0.0
+        """By which share of the best's time a candidate that was not simulated could at most be faster."""
+        best = self.best.found.period_ns
+        return (best - self.lower_bound_ns) / best if best else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """What ``--json`` prints, as plain JSON values."""

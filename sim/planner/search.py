@@ -394,7 +394,7 @@ def _result(
         counts=sum(counts.values(), start=Counts()),
         counts_by_policy=counts,
         refusals=refusals.list(),
-        lower_bound_ns=int(min(hunt.least_ns for hunt in hunts)),
+        lower_bound_ns=int(min(fastest[0].period_ns, *(hunt.least_ns for hunt in hunts))),
         seconds=time.perf_counter() - start,
         notes=tuple(notes),
     )

@@ -21,7 +21,7 @@ from ..errors import TimelineError
 from .table import MAYBE_NUMBER, MEMORY_COLUMNS, TASK_COLUMNS, check_columns, frame
 
 FORMAT = "harmony-timeline"
-VERSION = 1
+VERSION = 2
 
 _COMMENT = f"# {FORMAT} "
 

@@ -27,7 +27,7 @@ def test_round_trip(seed: int, tmp_path: Path) -> None:
 def test_a_buffer_and_a_task_a_line() -> None:
     schedule = one_gpu_schedule()
     lines = encode_schedule(schedule).decode().splitlines()
-    assert lines[:3] == ["{", '"format": "harmony-schedule",', '"version": 1,']
+    assert lines[:3] == ["{", '"format": "harmony-schedule",', '"version": 2,']
     assert '{"id":0,"gpu":0,"kind":"weight","layer_first":0,"layer_last":0,"bytes":100,"offset":0},' in lines
     assert (
         '{"id":17,"kind":"update","gpu":null,"lane":"update","layer_first":1,"layer_last":1,"waits_for":[16]},' in lines
@@ -48,8 +48,8 @@ def test_no_file_and_no_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('"version": 1', '"version": 2', "s.json: is harmony-schedule version 2; this Harmony reads"),
-        ('"format": "harmony-schedule"', '"format": "harmony-trace"', "is harmony-trace version 1"),
+        ('"version": 2', '"version": 1', "s.json: is harmony-schedule version 1; this Harmony reads"),
+        ('"format": "harmony-schedule"', '"format": "harmony-trace"', "is harmony-trace version 2"),
         ('"layers": 2', '"layers": "two"', "s.json: Expected `int`, got `str` - at `$.layers`"),
         ('"layers": 2', '"layers": 2, "colour": 1', "unknown field `colour`"),
         ('"kind":"forward"', '"kind":"foreword"', "Invalid enum value 'foreword' - at `$.tasks[2].kind`"),

@@ -42,7 +42,7 @@ def test_json_says_the_same_as_the_result(result: SearchResult) -> None:
     assert shown["candidates"] == sum(shown[name] for name in ("simulated", "pruned", "infeasible", "left"))
     assert set(shown["best_by_policy"]) == {policy.value for policy in Policy}
     for each in shown["top"]:
-        assert each["throughput_samples_per_s"] == pytest.approx(4 / each["step_time_s"])
+        assert each["throughput_samples_per_s"] == pytest.approx(4 / each["period_s"])
         assert len(each["peak_memory_bytes"]) == 2
         assert each["plan"]["minibatch"] == 4
     # The best by itself and its timeline count the same bytes.

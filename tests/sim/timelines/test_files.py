@@ -49,7 +49,7 @@ def test_other_tools_can_read_both(timeline: Timeline, tmp_path: Path) -> None:
     header = json.loads(
         (tmp_path / "t.csv").read_text(encoding="utf-8").splitlines()[0].removeprefix("# harmony-timeline ")
     )
-    assert (header["format"], header["version"]) == ("harmony-timeline", 1)
+    assert (header["format"], header["version"]) == ("harmony-timeline", 2)
     assert json.loads(pq.read_schema(tmp_path / "t.parquet").metadata[b"harmony-timeline"]) == header
 
 
@@ -104,8 +104,8 @@ def edited(timeline: Timeline, path: Path, edit: Callable[[str], str]) -> str:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('"version":1', '"version":2', "is harmony-timeline version 2; this Harmony reads harmony-timeline version 1"),
-        ('"format":"harmony-timeline"', '"format":"chess"', "is chess version 1"),
+        ('"version":2', '"version":1', "is harmony-timeline version 1; this Harmony reads harmony-timeline version 2"),
+        ('"format":"harmony-timeline"', '"format":"chess"', "is chess version 2"),
         ('"format":', '"fromat":', "the header is wrong: Object missing required field `format`"),
         ('"source":"simulated"', '"source":"dreamt"', "the header's info is wrong: Invalid enum value 'dreamt'"),
         ('"layers":2', '"layers":2,"colour":3', "the header's info is wrong: Object contains unknown field `colour`"),
