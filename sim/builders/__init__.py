@@ -1,13 +1,14 @@
 """Builders: from a Plan, a Trace and a Machine to a Schedule.
 
-==================  ===================================================================================
-``harmony.py``      Harmony plans, by passes: ``order`` (place, order), ``transfers`` (with ``needs``
-                    and ``gradients``), ``memory``
+==================  ======================================================================================
+``harmony.py``      Harmony plans, by passes: ``order`` (place, order), ``transfers``, ``memory``
+``transfers.py``    the walk over their steps: ``weights`` (with ``residents``) and ``inputs`` (with ``needs``)
+                    come in, what was made is passed on, ``gradients`` lead to updates; ``copies`` for all
 ``baselines.py``    paged plans: ``stages`` (who does what in which order), ``plain_steps`` (what each
                     step touches), ``paging`` (what comes and goes for it), ``paged_tasks``
 ``sharded.py``      sharded plans: ``zero3-offload``
 ``draft.py``        what both write: entries in total order that become a Schedule
-==================  ===================================================================================
+==================  ======================================================================================
 """
 
 from __future__ import annotations

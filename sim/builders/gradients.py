@@ -23,6 +23,7 @@ from traces.costs import Costs
 
 from ..plan import HarmonyPlan, Pack, UpdateOn
 from ..schedule import Lane, TaskKind, TensorKind
+from .copies import Copies
 from .draft import Draft
 from .needs import Need, Needs, Run, runs_where
 from .order import Group, is_data_parallel, shard_of, takes_update
@@ -32,9 +33,15 @@ class GradientPath:
     """Gradient buffers on the GPUs, and which gradients are complete at home at this point of the total order."""
 
     def __init__(
-        self, plan: HarmonyPlan, costs: Costs, needs: Needs, draft: Draft, update_order: Sequence[Pack]
+        self,
+        plan: HarmonyPlan,
+        costs: Costs,
+        needs: Needs,
+        draft: Draft,
+        copies: Copies,
+        update_order: Sequence[Pack],
     ) -> None:
-        self._plan, self._costs, self._needs, self._draft = plan, costs, needs, draft
+        self._plan, self._costs, self._needs, self._draft, self._copies = plan, costs, needs, draft, copies
         self._replicas = plan.gpus if is_data_parallel(plan) else 1
         self._on_gpu: dict[int, int] = {}  # group -> gradient buffer
         self._sums: dict[int, int] = {}  # group -> what holds its GPU's sum over all GPUs: that, or a shard
@@ -87,7 +94,7 @@ class GradientPath:
     def _write_replica(self, group: Group, gradient: int) -> None:
         size = self._costs.gradient_bytes(*group.pack)
         replica = self._draft.buffer(None, TensorKind.GRADIENT, group.pack, size)
-        self._copy_out(group, Need(TensorKind.GRADIENT, group.pack), gradient, [replica])
+        self._copies.send_home(group, Need(TensorKind.GRADIENT, group.pack), gradient, writes=[replica])
         self._written.setdefault(group.pack, []).append(replica)
 
     def _reduce_on_host(self, pack: Pack) -> None:
@@ -140,13 +147,7 @@ class GradientPath:
         for run in runs:
             need = Need(TensorKind.GRADIENT, run, shard=shard_of(self._plan, group.gpu))
             if self._needs.bytes(need):
-                self._complete(run, self._copy_out(group, need, self._sums[group.index], []))
-
-    def _copy_out(self, group: Group, need: Need, gradient: int, replica: list[int]) -> int:
-        return self._draft.add(
-            TaskKind.SWAP_OUT, (group.gpu, Lane.SWAP_OUT), need.run, tensor_kind=TensorKind.GRADIENT,
-            size=self._needs.bytes(need), reads=[gradient], writes=replica, group=group.index, shard=need.shard,
-        )  # fmt: skip
+                self._complete(run, self._copies.send_home(group, need, self._sums[group.index]))
 
     def _complete(self, run: Run, entry: int) -> None:
         for layer in range(run[0], run[1] + 1):

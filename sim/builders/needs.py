@@ -35,10 +35,9 @@ class Needs:
     """Answers for one plan and trace."""
 
     def __init__(self, plan: HarmonyPlan, costs: Costs) -> None:
-        self.costs = costs
+        self._costs = costs
         self._plan, self._shards = plan, Shards(costs, plan.gpus)
         self.last_layer = plan.layer_count - 1
-        self.resident_state = frozenset(plan.resident_state)
         self.reduced_by_host = plan.reduce is Reduce.HOST and is_data_parallel(plan) and plan.gpus > 1
 
     def of(self, step: Step) -> list[Need]:
@@ -51,7 +50,7 @@ class Needs:
             reduced = [pack] if self.reduced_by_host else []
             runs = reduced + list(self.partial_gradients(pack))
             needed = [(TensorKind.GRADIENT, run) for run in runs]
-            if step.group.pack_index not in self.resident_state:
+            if step.group.pack_index not in self._plan.resident_state:
                 needed.append((TensorKind.OPTIMIZER_STATE, pack))
             return [Need(kind, run, shard=shard_of(self._plan, step.gpu)) for kind, run in needed]
         if step.kind is TaskKind.BACKWARD_WEIGHT:
@@ -67,7 +66,7 @@ class Needs:
     def partial_gradients(self, pack: Run) -> Iterator[Run]:
         """Runs of later layers whose gradients the pack's update adds to its own: users of tied weights it owns."""
         first, last = pack
-        partners = {p for layer in range(first, last + 1) for p in self.costs.tied_partners(layer) if p > last}
+        partners = {p for layer in range(first, last + 1) for p in self._costs.tied_partners(layer) if p > last}
         return runs_where((last + 1, self.last_layer), lambda layer: layer in partners)
 
     def bytes(self, need: Need) -> int:
@@ -76,11 +75,11 @@ class Needs:
         if need.shard is not None:
             return self._shards.bytes(need.kind, need.run, need.shard)
         if need.samples is None:
-            return home_bytes(self.costs, need.kind, need.run)
+            return home_bytes(self._costs, need.kind, need.run)
         batch = need.samples[1] - need.samples[0]
         if need.kind is TensorKind.ACTIVATION_GRADIENT:
-            return self.costs.input_gradient_bytes(layer, batch)
-        return self.costs.label_bytes(batch) if layer > self.last_layer else self.costs.input_bytes(layer, batch)
+            return self._costs.input_gradient_bytes(layer, batch)
+        return self._costs.label_bytes(batch) if layer > self.last_layer else self._costs.input_bytes(layer, batch)
 
 
 def home_bytes(costs: Costs, kind: TensorKind, run: Run) -> int:

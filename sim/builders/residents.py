@@ -3,8 +3,7 @@
 Weights of a pack stay on the GPU of its backward (in data parallel on all GPUs); neither forwards nor backwards bring
 them in there. Optimizer state stays where the update is. An update on a GPU changes what stays there in place; wherever
 else the weights stay, they come in again after the update (where each GPU updates a shard, everywhere), so that a step
-leaves things as it found them. Updated
-weights go home only if someone takes them from there.
+leaves things as it found them. Updated weights go home only if someone takes them from there.
 """
 
 from __future__ import annotations
