@@ -1,9 +1,10 @@
-"""Evaluating one candidate of a search: build its schedule, simulate it, keep the figures."""
+"""Evaluating candidates of a search, here or in other processes: build a schedule, simulate it, keep the figures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from functools import lru_cache, partial
 
 import msgspec
 from msgspec.structs import replace
@@ -54,6 +55,31 @@ def evaluate(plan: Plan, open_slots: bool, costs: Costs, machine: Machine) -> Fo
             return error
     assert refusal is not None, "there is at least the plan itself"
     return refusal
+
+
+class Evaluator:
+    """Evaluates candidates, here or with the help of an executor."""
+
+    def __init__(self, costs: Costs, machine: Machine, executor: Executor | None) -> None:
+        self._costs, self._machine, self._executor = costs, machine, executor
+        self._encoded = b"" if executor is None else msgspec.msgpack.encode(costs.trace)
+        self._encoded_machine = b"" if executor is None else msgspec.msgpack.encode(machine)
+
+    def outcomes(self, plans: Sequence[Plan], open_slots: bool) -> list[Found | HarmonyError]:
+        """What became of each, in order."""
+        if self._executor is None:
+            return [evaluate(plan, open_slots, self._costs, self._machine) for plan in plans]
+        elsewhere = partial(
+            evaluate_encoded,
+            open_slots=open_slots,
+            trace=self._encoded,
+            extrapolate=self._costs.extrapolate,
+            machine=self._encoded_machine,
+        )
+        return [
+            answer if isinstance(answer, HarmonyError) else msgspec.msgpack.decode(answer, type=Found)
+            for answer in self._executor.map(elsewhere, plans)
+        ]
 
 
 def evaluate_encoded(
