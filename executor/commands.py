@@ -16,6 +16,8 @@ from traces.schema import Trace
 
 from .devices.facade import DeviceKind
 from .errors import DeviceError
+from .estimating.estimate import HOST_BANDWIDTH, estimate
+from .estimating.gpus import known_gpu
 from .measuring.calibrate import calibrate, cuda_machine
 from .measuring.profile import profile
 from .models.summary import LayerSummary, summarize_layers
@@ -51,6 +53,29 @@ def measure_trace(
         warmups=warmups,
         repeats=repeats,
         budget_s=budget_s,
+        in_parts=in_parts,
+        progress=progress,
+    )
+
+
+def estimate_trace(
+    model: str,
+    *,
+    gpu: str,
+    dtype: str,
+    microbatches: Sequence[int],
+    host_bandwidth: float | None = None,
+    in_parts: bool = False,
+    progress: Progress = silent,
+) -> Trace:
+    """What the model that ``model`` names would cost on a GPU that is known by name, whether or not it is here."""
+    spec = known_gpu(gpu)
+    return estimate(
+        load_workload(model, values=False),
+        spec,
+        microbatches=microbatches,
+        dtype=dtype,
+        host_bandwidth=host_bandwidth or HOST_BANDWIDTH,
         in_parts=in_parts,
         progress=progress,
     )

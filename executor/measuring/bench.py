@@ -127,7 +127,7 @@ class UpdateBench:
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    if not tensor.is_meta:
+    if not tensor.is_meta or device.type == "meta":
         return tensor.detach().to(device, copy=True)
     made = torch.zeros_like(tensor, device=device)
     return (

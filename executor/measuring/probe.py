@@ -74,7 +74,8 @@ def probe(
 ) -> list[Found]:
     """Run a model on a small batch: of layers that are alike, the first one, forward (twice) and backward.
 
-    Returns what was found, in order of first layers. Raises ModelError naming the layer that breaks a rule.
+    Returns what was found, in order of first layers. Raises ModelError naming the layer that breaks a rule. On the meta
+    device, what takes values to find is left: there a layer is random if it says so, and the loss is taken for a mean.
     """
     gpu = GpuModel(model)
     found: dict[Hashable, Found] = {}
@@ -123,10 +124,10 @@ class _First:
             first, second = self._forward(self.args, seed=0), self._forward(self.args, seed=1)
             for value in first:
                 self._check_output(value)
-            random = not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=True))
+            random = self.layer.random if self._has_no_values else _differ(first, second)
             taking = tuple(takes_gradient(self.behind, first)) if self.behind is not None else first
             self._check_gradients(taking)
-            if self._is_loss and not random:
+            if self._is_loss and not random and not self._has_no_values:
                 self._check_mean(first[0])
             saves_output = self.gpu.saves_output(self.index, self.args, self.tensors, Chance(self.generator, 0, 0, 0))
         return Found((self.index,), self.args, first, taking, random, self._is_loss, saves_output)
@@ -134,6 +135,10 @@ class _First:
     @property
     def _is_loss(self) -> bool:
         return self.behind is None
+
+    @property
+    def _has_no_values(self) -> bool:
+        return self.args[0].is_meta
 
     def _forward(self, args: Tensors, seed: int) -> Tensors:
         outputs: list[Tensors] = []
@@ -181,6 +186,10 @@ class _First:
                 f"{self._place} does not use its parameter(s) {', '.join(unused[:5])}: no gradient reaches them; "
                 "remove them, or freeze them (requires_grad_(False))"
             )
+
+
+def _differ(first: Tensors, second: Tensors) -> bool:
+    return not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=True))
 
 
 def _note_gradient(weight: Tensor, name: str, reached: set[str]) -> Callable[[], None]:

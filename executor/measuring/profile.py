@@ -18,15 +18,16 @@ import torch
 
 from traces.schema import Layer, Phase, SizeRow, TiedWeight, TimeRow, Trace
 
-from ..devices.processor import SteadyClock, quiet
+from ..devices.processor import quiet
 from ..errors import WorkloadError
 from ..models.workloads import Workload, adam
 from ..reporting import Progress, silent
 from ..running.compute import Chance, GpuModel, LayerTensors
 from ..running.optimizer import OptimizerFactory, PackOptimizer
-from .bench import LayerBench, UpdateBench, layer_tensors
+from .bench import LayerBench, layer_tensors
+from .instruments import Instruments, instruments_of
 from .probe import Found, blamed, probe
-from .sampling import Clock, Sampled, cuda_clock, sample, summarise, wall_clock
+from .sampling import Sampled, sample, summarise
 from .sizes import LayerBytes, measure_sizes
 
 MEMBERS = 3
@@ -71,42 +72,43 @@ def profile(
     measures backwards in two parts. Raises ModelError or
     WorkloadError for a model, loss or batch that no schedule can run, naming the layer.
     """
-    sizes = tuple(sorted(set(microbatches)))
-    if not sizes or sizes[0] < 1:
-        raise WorkloadError(f"microbatch sizes are {list(microbatches)}; give at least one, each 1 or more")
     if repeats < 1:
         raise WorkloadError(f"{repeats} repeats leave nothing to measure; give at least 1")
     with quiet() if device.type == "cpu" else torch.cuda.device(device):
-        return _Profiler(workload, sizes, optimizer, device, in_parts).trace(warmups, repeats, budget_s, progress)
+        profiler = Profiler(workload, microbatches, optimizer, instruments_of(device), in_parts=in_parts)
+        return profiler.trace(warmups, repeats, budget_s, progress)
 
 
-class _Profiler:
-    """One profile on its way."""
+class Profiler:
+    """One profile on its way. Raises ModelError or WorkloadError for what cannot be profiled."""
 
     def __init__(
         self,
         workload: Workload,
-        microbatches: tuple[int, ...],
+        microbatches: Sequence[int],
         optimizer: OptimizerFactory,
-        device: torch.device,
-        in_parts: bool,
+        instruments: Instruments,
+        *,
+        in_parts: bool = False,
     ) -> None:
-        self._workload, self._microbatches = workload, microbatches
-        self._factory, self._device, self._in_parts = optimizer, device, in_parts
-        self._model = workload.layers(microbatches[0])
+        self._workload, self._microbatches = workload, tuple(sorted(set(microbatches)))
+        if not microbatches or self._microbatches[0] < 1:
+            raise WorkloadError(f"microbatch sizes are {list(microbatches)}; give at least one, each 1 or more")
+        self._instruments, self._in_parts = instruments, in_parts
+        self._device, self._clock = instruments.device, instruments.clock
+        self._factory = optimizer
+        self._model = workload.layers(self._microbatches[0])
         trained = [parameter for parameter in workload.model.parameters() if parameter.requires_grad]
         if not trained:
             what = "every parameter is frozen" if any(True for _ in workload.model.parameters()) else "no parameters"
             raise WorkloadError(f"{workload.name}: {what}; there is nothing to train")
         self._optimizer = PackOptimizer(optimizer(trained))
         self._gpu = GpuModel(self._model)
-        self._clock: Clock = SteadyClock() if device.type == "cpu" else cuda_clock(device)
-        self._host_clock: Clock = self._clock if device.type == "cpu" else wall_clock
-        generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[_index(device)]
-        self._chance = Chance(generator, 0, 0, 0)
+        self._chance = Chance(instruments.generator, 0, 0, 0)
         self._tensors: dict[int, LayerTensors] = {}
 
     def trace(self, warmups: int, repeats: int, budget_s: float, progress: Progress) -> Trace:
+        """The trace, of so many rounds at most."""
         progress(0.0, "checking the model")
         few = self._microbatches[0]
         inputs, labels = self._workload.checked_batch(few, 0)
@@ -117,7 +119,7 @@ class _Profiler:
         progress(1.0, "profiled")
         return Trace(
             model=self._workload.name,
-            device=str(self._device) if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
+            device=self._instruments.name,
             dtype=self._dtype(),
             optimizer=type(self._optimizer.optimizer).__name__,
             label_bytes_per_sample=labels.nbytes // few,
@@ -147,7 +149,10 @@ class _Profiler:
                         self._model, first, inputs, self._tensors_of(first), self._chance, in_parts=self._in_parts
                     )
                 rows.update({(layer, u): measured for layer in kind.layers})
-        return tuple(SizeRow(layer=layer, microbatch=u, **asdict(rows[layer, u])) for layer, u in sorted(rows))
+        source = self._instruments.sizes
+        return tuple(
+            SizeRow(layer=layer, microbatch=u, provenance=source, **asdict(rows[layer, u])) for layer, u in sorted(rows)
+        )
 
     def _times(
         self, found: Sequence[Found], warmups: int, repeats: int, budget_s: float, progress: Progress
@@ -166,9 +171,9 @@ class _Profiler:
                     pieces[at, Phase.BACKWARD_INPUT, u] = self._parts(benches, kind, u, both=False)
                     pieces[at, Phase.BACKWARD_WEIGHT, u] = self._parts(benches, kind, u, both=True)
             if self._model.owned(members[0]):
-                updates = [UpdateBench(self._model, layer, self._device, self._factory) for layer in members]
-                pieces[at, Phase.UPDATE_CPU, 0] = self._update(updates, on_host=True)
-                pieces[at, Phase.UPDATE_GPU, 0] = self._update(updates, on_host=False)
+                updates = [self._instruments.updates(self._model, layer, self._factory) for layer in members]
+                for phase in (Phase.UPDATE_CPU, Phase.UPDATE_GPU):
+                    pieces[at, phase, 0] = self._update([each[phase] for each in updates])
         durations = sample(
             list(pieces.values()),
             warmups=warmups,
@@ -189,7 +194,14 @@ class _Profiler:
                     sampled[at, Phase.BACKWARD_INPUT, u] = sampled[at, phase, u]
                     sampled[at, Phase.BACKWARD_WEIGHT, u] = Sampled(0, 0)
         rows = [
-            TimeRow(layer=layer, phase=phase, microbatch=u, duration_ns=each.median_ns, spread_ns=each.spread_ns)
+            TimeRow(
+                layer=layer,
+                phase=phase,
+                microbatch=u,
+                duration_ns=each.median_ns,
+                spread_ns=each.spread_ns,
+                provenance=self._instruments.times,
+            )
             for (at, phase, u), each in sampled.items()
             for layer in found[at].layers
         ]
@@ -221,10 +233,8 @@ class _Profiler:
 
         return work
 
-    def _update(self, benches: Sequence[UpdateBench], *, on_host: bool) -> Callable[[int], int]:
-        if on_host:
-            return lambda number: benches[number % len(benches)].host_ns(self._host_clock)
-        return lambda number: benches[number % len(benches)].device_ns(self._clock)
+    def _update(self, updates: Sequence[Callable[[], int]]) -> Callable[[int], int]:
+        return lambda number: updates[number % len(updates)]()
 
     def _layer_rows(self, found: Sequence[Found]) -> tuple[Layer, ...]:
         kind_of = {layer: kind for kind in found for layer in kind.layers}
@@ -265,7 +275,3 @@ class _Profiler:
         for parameter in self._workload.model.parameters():
             totals[parameter.dtype] = totals.get(parameter.dtype, 0) + parameter.nbytes
         return str(max(totals, key=lambda dtype: totals[dtype])).removeprefix("torch.")
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index

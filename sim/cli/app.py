@@ -39,6 +39,7 @@ class _HarmonyCommands(Commands):
         "demo",
         "layers",
         "profile",
+        "estimate",
         "import",
         "calibrate",
         "machines",

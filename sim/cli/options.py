@@ -18,7 +18,7 @@ import typer
 
 from ..plan import Pack, Reduce, Residency, StashPlace, UpdateOn, Writeback
 from ..planner.choice import PlanChoice
-from ..units import parse_bytes
+from ..units import parse_bytes, parse_rate
 from .output import STDOUT
 
 if TYPE_CHECKING:
@@ -68,6 +68,17 @@ def _size(text: str) -> int:
 
 def _size_or_unlimited(text: str) -> float:
     return UNLIMITED if text.strip().lower() == "unlimited" else _size(text)
+
+
+def rate(text: str) -> float:
+    """``"12.35 GB/s"`` as bytes per second, more than none."""
+    try:
+        bytes_per_s = parse_rate(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if not bytes_per_s:
+        raise typer.BadParameter(f"{text!r} is no rate at which anything moves; write for example 40 GB/s")
+    return bytes_per_s
 
 
 def counts(text: str) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .options import Device, Json, MachineName, Model, TimelineOutput, counts
+from .options import Device, Json, MachineName, Model, TimelineOutput, counts, rate
 from .output import Output
 
 commands = typer.Typer()
@@ -61,6 +61,55 @@ def profile(
             repeats=repeats,
             warmups=warmups,
             budget_s=budget,
+            in_parts=split,
+            progress=progress,
+        )
+    out.write(output, ".json", lambda path: save_trace(trace, path))
+    summary = summarize(trace)
+    out.result(summary, *trace_tables(summary))
+
+
+@commands.command(epilog="Example: harmony estimate gpt2-xl --gpu rtx-4090 --dtype bfloat16 -o trace.json")
+def estimate(
+    model: Model,
+    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help='A GPU such as "rtx-4090"; it need not be here.')],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="T.json", help="Trace to write.")],
+    microbatch: Annotated[
+        Any, typer.Option("--microbatch", metavar="1,2,…", parser=counts, help="Microbatch sizes to estimate.")
+    ] = "1,2,4,8",
+    dtype: Annotated[
+        Literal["float32", "tf32", "bfloat16", "float16"],
+        typer.Option("--dtype", help="Of all tensors; tf32 are float32 that are multiplied in TF32."),
+    ] = "float32",
+    host_bandwidth: Annotated[
+        float | None,
+        typer.Option(
+            "--host-bandwidth",
+            metavar="RATE",
+            parser=rate,
+            help='What updates on the CPU read and write, such as "40 GB/s"; default 20.7 GB/s.',
+        ),
+    ] = None,
+    split: Annotated[
+        bool, typer.Option("--split", help="Also estimate backwards in two parts, for plans with --split-backward.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a trace for a GPU that is not at hand: operators are counted, and their times modelled."""
+    from executor.commands import estimate_trace
+    from traces.files import save_trace
+    from traces.summary import summarize
+
+    from .tables import trace_tables
+
+    out = Output(as_json, output)
+    with out.progress() as progress:
+        trace = estimate_trace(
+            model,
+            gpu=gpu,
+            dtype=dtype,
+            microbatches=microbatch,
+            host_bandwidth=host_bandwidth,
             in_parts=split,
             progress=progress,
         )

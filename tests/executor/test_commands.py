@@ -59,6 +59,19 @@ def test_profile_simulate_run_compare() -> None:
     assert again["losses"] == measured["losses"]
 
 
+def test_an_estimate_is_a_trace_to_plan_with() -> None:
+    words = ("estimate", "mlp", "--gpu", "rtx-4090", "--microbatch", "1,2", "-o", "t.json")
+    estimated = json_of(*words)
+    assert estimated["device"] == "RTX 4090"
+    assert {source for entry in estimated["times"] for source in entry["provenance"].values()} == {"modelled"}
+    predicted = json_of(
+        "simulate", "t.json", "-m", "4x4090", "--policy", "harmony-dp", "--minibatch", "8", "--u-fwd", "2"
+    )
+    assert predicted["step_time_s"] > 0
+    slower = json_of(*words, "--host-bandwidth", "1 GB/s")
+    assert slower["update_cpu_s"] == pytest.approx(20.7 * estimated["update_cpu_s"], rel=0.01)
+
+
 def test_calibrate_writes_what_it_measured() -> None:
     said = json_of("calibrate", "-o", "m.toml")
     machine, described = load_machine("m.toml"), load_machine("emulated")
@@ -71,6 +84,8 @@ def test_calibrate_writes_what_it_measured() -> None:
     ("words", "said"),
     [
         (("profile", "gpt3", "-o", "t.json"), "there is no model 'gpt3'"),
+        (("estimate", "mlp", "--gpu", "4080", "-o", "t.json"), "there is no GPU '4080'"),
+        (("estimate", "mlp", "--gpu", "1080ti", "--dtype", "tf32", "-o", "t.json"), "no known speed in tf32"),
         (("calibrate", "-m", "4x1080ti", "-o", "m.toml"), "emulation"),
         (("run", "none.json", "--model", "mlp", "-m", "emulated"), "none.json: no such file"),
     ],

@@ -230,7 +230,7 @@ class TestTimes:
             work()
             return 1_000 * next(ticks)  # 1000, 2000, …: forward and both together of a layer, then of the next
 
-        monkeypatch.setattr("executor.measuring.profile.SteadyClock", lambda: clock)
+        monkeypatch.setattr("executor.measuring.instruments.SteadyClock", lambda: clock)
         trace = quick(regression(nn.Sequential(nn.ReLU(), nn.Linear(4, 2))), 1)
         durations = {(row.phase, row.layer): row.duration_ns for row in trace.times}
         assert durations == {
