@@ -1,4 +1,15 @@
-"""Traces: what models cost, layer by layer. Types in ``schema``, files in ``files``, questions in ``costs``."""
+"""Traces: what models cost, layer by layer. Types in ``schema``, files in ``files``, questions in ``costs``.
+
+==================  ==================================================================================
+``schema.py``       a Trace and its rows; ``checks``, ``decode``: what is wrong with one
+``files.py``        Trace files, and the shipped ones
+``costs.py``        what planning and simulating ask: ``columns`` (one figure at any microbatch size),
+                    ``runs`` (sums and maxima over layers), ``parts`` (backwards in two parts, modelled)
+``formula.py``      traces from formulas: of GPT-2s (``transformer``), and made up ones (``synthetic``)
+``summary.py``      a trace for people; ``diff``: two of them
+``importing/``      traces from others' files
+==================  ==================================================================================
+"""
 
 from .costs import Costs
 from .errors import FileError, HarmonyError, TraceError

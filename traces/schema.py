@@ -9,6 +9,7 @@ Layer ``l``'s *input* is written x(l), the gradient with respect to it g(l); a l
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import Annotated
 
@@ -31,6 +32,20 @@ class Provenance(Enum):
     EXTRAPOLATED = "extrapolated"
     MODELLED = "modelled"
     IMPORTED = "imported"
+
+
+WORST_LAST = (
+    Provenance.MEASURED,
+    Provenance.IMPORTED,
+    Provenance.MODELLED,
+    Provenance.INTERPOLATED,
+    Provenance.EXTRAPOLATED,
+)
+
+
+def worst(provenances: Iterable[Provenance]) -> Provenance:
+    """The least trustworthy of them; of none, MEASURED. Between profiled sizes counts as worse than modelled."""
+    return max(provenances, key=WORST_LAST.index, default=Provenance.MEASURED)
 
 
 class Phase(Enum):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .costs import Costs, worst
-from .schema import Phase, Trace
+from .costs import Costs
+from .schema import Phase, Trace, worst
 
 _NS_PER_S = 10**9
 

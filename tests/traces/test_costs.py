@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.strategies import traces
-from traces.costs import Costs, worst
+from traces.costs import Costs
 from traces.errors import TraceError
-from traces.schema import Layer, Phase, Provenance, SizeRow, TiedWeight, TimeRow, Trace
+from traces.schema import Layer, Phase, Provenance, SizeRow, TiedWeight, TimeRow, Trace, worst
 from traces.synthetic import skewed_trace, uniform_trace, with_frozen, with_tied
 
 
