@@ -37,7 +37,7 @@ LARGE, SMALL = ("gpt2_40b", "gpt2_30b", "gpt2_20b", "gpt2_10b"), ("vgg416", "gpt
 MINIBATCHES = dict.fromkeys(LARGE, (32,)) | dict.fromkeys(SMALL, (16, 64, 256))
 
 HARMONY = (sim.Policy.HARMONY_PP, sim.Policy.HARMONY_DP)
-BASELINES = tuple(policy for policy in sim.Policy if policy.is_paged)
+BASELINES = tuple(policy for policy in sim.Policy if policy not in HARMONY)
 HARMONY_BUDGET = 6
 """Plans that the search of a Harmony policy simulates, variations of the best not counted."""
 HARMONY_SIZES = (1, 2, 4, 8, 16, 32)
@@ -73,24 +73,26 @@ def rounds() -> Iterator[list[tuple[sim.Policy, Question]]]:
     """What is asked of every setting, one question after the other."""
     best = Question("searched", {}, HARMONY_SIZES)
     always, drop = sim.Writeback.ALWAYS, sim.Writeback.DROP
-    yield [(policy, best) for policy in HARMONY] + list(product(BASELINES, _paging((1,), always, 0)))
-    yield list(product(BASELINES, _paging(SIZES, drop, DEEP)))
-    yield list(product(BASELINES, _paging(SIZES, always, 0)))
+    yield [(policy, best) for policy in HARMONY] + _baselines((1,), always, 0)
+    yield _baselines(SIZES, drop, DEEP)
+    yield _baselines(SIZES, always, 0)
     for writeback, depth in ((drop, DEEP), (always, DEEP), (drop, 0)):
-        yield list(product(BASELINES, _paging((1,), writeback, depth)))
+        yield _baselines((1,), writeback, depth)
 
 
-def _paging(sizes: tuple[int, ...], writeback: sim.Writeback, depth: int) -> list[Question]:
-    """A way to page, with recompute and without."""
+def _baselines(sizes: tuple[int, ...], writeback: sim.Writeback, depth: int) -> list[tuple[sim.Policy, Question]]:
+    """Each baseline this way; with recompute and without if it pages (else it has no such choice)."""
     size = "u 1" if sizes == (1,) else "u tuned"
-    return [
-        Question(
-            f"{size}, {writeback.value}, prefetch {depth}, {'recompute' if recompute else 'no recompute'}",
-            {"writeback": writeback, "prefetch_depth": depth, "recompute": recompute},
-            sizes,
-        )
-        for recompute in (True, False)
-    ]
+    asked = []
+    for policy in BASELINES:
+        if not policy.is_paged:
+            asked.append((policy, Question(f"{size}, prefetch {depth}", {"prefetch_depth": depth}, sizes)))
+            continue
+        for recompute, words in ((True, "recompute"), (False, "no recompute")):
+            fixed = {"writeback": writeback, "prefetch_depth": depth, "recompute": recompute}
+            question = Question(f"{size}, {writeback.value}, prefetch {depth}, {words}", fixed, sizes)
+            asked.append((policy, question))
+    return asked
 
 
 def cases(models: list[str], gpus: list[int], minibatches: list[int] | None) -> Iterator[Case]:
@@ -179,8 +181,9 @@ def main() -> None:
     if not asked.report:
         done = {row.key for row in rows}
         for case in cases(asked.models, asked.gpus, asked.minibatch):
-            if case.key in done:
+            if case.key in done or case.policy.value not in asked.policies:
                 continue
+            done.add(case.key)
             started = time.perf_counter()
             row = answer(case, asked.profiles)
             rows.append(row)
@@ -199,6 +202,12 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.csv", help="finished cases")
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MINIBATCHES), help="default: all")
+    parser.add_argument(
+        "--policies",
+        type=lambda text: text.split(","),
+        default=[policy.value for policy in sim.Policy],
+        help="default: all",
+    )
     parser.add_argument("--gpus", type=numbers, default=list(MACHINES), help="default: 4,8")
     parser.add_argument("--minibatch", type=numbers, help="samples in a step; default 16,64,256, of large models 32")
     parser.add_argument("--profiles", type=Path, default=PROFILES, help="folder of measured profiles")
