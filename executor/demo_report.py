@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.tables import Table, signed_percent
-from sim.timelines.compare import Comparison, Pair
+from sim.timelines.comparison import Comparison, Pair
 from sim.timelines.metrics import swap_in_bytes, swap_out_bytes
 from sim.timelines.timeline import Timeline
 from sim.units import format_bytes, format_seconds

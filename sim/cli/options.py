@@ -1,4 +1,4 @@
-"""Options of the command line: how words become values, and the groups of options that several commands share.
+"""Options that several commands share, one by one and in groups; ``words.py`` makes values of what is written.
 
 A group is a frozen dataclass whose fields are options. A command takes the group as one parameter; :func:`spread` shows
 its fields to typer as that command's own options.
@@ -7,7 +7,6 @@ its fields to typer as that command's own options.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
@@ -16,18 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, g
 
 import typer
 
-from ..plan import Pack, Reduce, Residency, StashPlace, UpdateOn, Writeback
+from ..plan import Reduce, Residency, UpdateOn, Writeback
 from ..planner.choice import PlanChoice
-from ..units import parse_bytes, parse_rate
-from .output import STDOUT
+from . import words
 
 if TYPE_CHECKING:
     from ..hardware.machine import Machine
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-UNLIMITED = math.inf
 
 
 def spread(command: Callable[P, R]) -> Callable[..., R]:
@@ -59,105 +55,6 @@ def spread(command: Callable[P, R]) -> Callable[..., R]:
     return gathered
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-def _size_or_unlimited(text: str) -> float:
-    return UNLIMITED if text.strip().lower() == "unlimited" else _size(text)
-
-
-def rate(text: str) -> float:
-    """``"12.35 GB/s"`` as bytes per second, more than none."""
-    try:
-        bytes_per_s = parse_rate(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    if not bytes_per_s:
-        raise typer.BadParameter(f"{text!r} is no rate at which anything moves; write for example 40 GB/s")
-    return bytes_per_s
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """``"1,2,4"`` as numbers, each at least 1."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise typer.BadParameter(f"{text!r} is not a list of microbatch sizes; write for example 1,2,4")
-    return tuple(int(part) for part in parts)
-
-
-def gpu_order(text: str) -> tuple[int, ...]:
-    """``"0,4,1,5"`` as numbers of GPUs."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise typer.BadParameter(f"{text!r} is not an order of GPUs; write for example 0,2,1,3")
-    return tuple(map(int, parts))
-
-
-def packs(text: str) -> int | tuple[Pack, ...]:
-    """``"3"`` as a count of packs; ``"0-4,5-9"`` as packs."""
-    if text.isdecimal():
-        return int(text)
-    return _runs(text, "packs; write a count such as 3, or first-last layers such as 0-4,5-9")
-
-
-def _runs(text: str, what: str) -> tuple[tuple[int, int], ...]:
-    """``"0-4,5"`` as first and last numbers. ``what``: what else to write, and how."""
-    found = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not (first.isdecimal() and (last.isdecimal() or not dash)):
-            raise typer.BadParameter(f"{text!r} are not {what}")
-        found.append((int(first), int(last or first)))
-    return tuple(found)
-
-
-def stash(text: str) -> StashPlace | tuple[StashPlace, ...]:
-    """``"keep"`` as the place of all stashes; ``"swap,keep"`` as one for each."""
-    try:
-        places = tuple(StashPlace(word.strip()) for word in text.split(","))
-    except ValueError as error:
-        words = ", ".join(place.value for place in StashPlace)
-        raise typer.BadParameter(f"{error}; write one of {words}, or a list such as swap,keep") from None
-    return places if "," in text else places[0]
-
-
-def indices(text: str) -> tuple[int, ...]:
-    """``"0,3-5"`` as numbers: 0, 3, 4, 5."""
-    return tuple(
-        index
-        for first, last in _runs(text, "packs; write their numbers, such as 0,3-5")
-        for index in range(first, last + 1)
-    )
-
-
-def _timeline(path: Path | None) -> Path | None:
-    if path is not None and str(path) != STDOUT:
-        from ..timelines.files import timeline_suffix
-
-        timeline_suffix(path)
-    return path
-
-
-def _picture(path: Path) -> Path:
-    if str(path) != STDOUT:
-        from ..views.pictures import picture_suffix
-
-        picture_suffix(path)
-    return path
-
-
-def _chrome_trace(path: Path) -> Path:
-    if str(path) != STDOUT:
-        from ..views.chrome_trace import chrome_suffix
-
-        chrome_suffix(path)
-    return path
-
-
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value on stdout; everything else on stderr.")]
 TraceName = Annotated[str, typer.Argument(metavar="TRACE", help="A trace file, or the name of a shipped trace.")]
 MachineName = Annotated[
@@ -173,7 +70,7 @@ TimelineOutput = Annotated[
         "-o",
         "--output",
         metavar="TL",
-        callback=_timeline,
+        callback=words.timeline,
         help="Write the timeline here: .parquet, .csv, or - for CSV.",
     ),
 ]
@@ -181,12 +78,16 @@ TimelineFile = Annotated[Path, typer.Argument(metavar="TIMELINE", help="A timeli
 TimelineFiles = Annotated[list[Path], typer.Argument(metavar="TIMELINE…", help="Timeline files, .parquet or .csv.")]
 Picture = Annotated[
     Path,
-    typer.Option("-o", "--output", metavar="PNG", callback=_picture, help="Picture to write: .png, .svg, .pdf."),
+    typer.Option("-o", "--output", metavar="PNG", callback=words.picture, help="Picture to write: .png, .svg, .pdf."),
 ]
 ChromeTrace = Annotated[
     Path,
     typer.Option(
-        "-o", "--output", metavar="X.json.gz", callback=_chrome_trace, help="Chrome trace to write: .json or .json.gz."
+        "-o",
+        "--output",
+        metavar="X.json.gz",
+        callback=words.chrome_trace,
+        help="Chrome trace to write: .json or .json.gz.",
     ),
 ]
 Model = Annotated[
@@ -213,7 +114,7 @@ class MachineOverrides:
         typer.Option(
             "--gpu-memory",
             metavar="SIZE",
-            parser=_size,
+            parser=words.size,
             help='Usable memory of every GPU, such as "9 GB".',
             rich_help_panel=_WHAT_IF,
         ),
@@ -223,7 +124,7 @@ class MachineOverrides:
         typer.Option(
             "--host-memory",
             metavar="SIZE",
-            parser=_size_or_unlimited,
+            parser=words.size_or_unlimited,
             help='Host memory, such as "300 GB", or "unlimited".',
             rich_help_panel=_WHAT_IF,
         ),
@@ -236,7 +137,7 @@ class MachineOverrides:
         if self.gpu_memory is not None:
             machine = machine.with_usable_memory(self.gpu_memory)
         if self.host_memory is not None:
-            machine = machine.with_host_memory(None if self.host_memory == UNLIMITED else int(self.host_memory))
+            machine = machine.with_host_memory(None if self.host_memory == words.UNLIMITED else int(self.host_memory))
         return machine
 
 
@@ -256,7 +157,7 @@ class PlanOptions:
             "--packs-fwd",
             "Forward packs: a count, balanced by time, or layers 0-4,5-9; default as few as fit",
             metavar="PACKS",
-            parser=packs,
+            parser=words.packs,
         ),
     ] = None
     packs_bwd: Annotated[
@@ -265,7 +166,7 @@ class PlanOptions:
             "--packs-bwd",
             "Backward packs, the last one fused with its forward; default as few as fit",
             metavar="PACKS",
-            parser=packs,
+            parser=words.packs,
         ),
     ] = None
     update: Annotated[UpdateOn | None, _choice("--update", "Where the optimizer runs; default cpu")] = None
@@ -287,7 +188,7 @@ class PlanOptions:
             "Where the inputs of backward packs wait: swap, keep (on the GPU) or recompute (nowhere); or a list, one "
             "for each backward pack but the first and the last; default swap",
             metavar="PLACES",
-            parser=stash,
+            parser=words.stash,
         ),
     ] = None
     overlap_steps: Annotated[
@@ -301,7 +202,7 @@ class PlanOptions:
             "Order in which packs are dealt to GPUs (harmony-dp: in which GPUs update), such as 0,2,1,3; default "
             "ascending",
             metavar="GPUS",
-            parser=gpu_order,
+            parser=words.gpu_order,
         ),
     ] = None
     split_backward: Annotated[
@@ -318,7 +219,7 @@ class PlanOptions:
             "--resident-weights",
             "Backward packs whose weights stay on their GPUs from step to step, such as 0,3-5 (from 0); default none",
             metavar="PACKS",
-            parser=indices,
+            parser=words.indices,
         ),
     ] = None
     resident_state: Annotated[
@@ -327,7 +228,7 @@ class PlanOptions:
             "--resident-state",
             "Backward packs whose optimizer state stays on the GPU that updates it; default none",
             metavar="PACKS",
-            parser=indices,
+            parser=words.indices,
         ),
     ] = None
     residency: Annotated[

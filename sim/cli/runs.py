@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .options import Device, Json, MachineName, Model, TimelineOutput, counts, rate
+from . import words
+from .options import Device, Json, MachineName, Model, TimelineOutput
 from .output import Output
 
 commands = typer.Typer()
@@ -35,7 +36,7 @@ def profile(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="T.json", help="Trace to write.")],
     device: Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="cpu is for emulated GPUs.")] = "cpu",
     microbatch: Annotated[
-        Any, typer.Option("--microbatch", metavar="1,2,…", parser=counts, help="Microbatch sizes to measure.")
+        Any, typer.Option("--microbatch", metavar="1,2,…", parser=words.counts, help="Microbatch sizes to measure.")
     ] = "1,2,4,8",
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="At most so many measurements of each time.")] = 9,
     warmups: Annotated[int, typer.Option("--warmups", min=0, help="Measurements before those that count.")] = 1,
@@ -75,7 +76,7 @@ def estimate(
     gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help='A GPU such as "rtx-4090"; it need not be here.')],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="T.json", help="Trace to write.")],
     microbatch: Annotated[
-        Any, typer.Option("--microbatch", metavar="1,2,…", parser=counts, help="Microbatch sizes to estimate.")
+        Any, typer.Option("--microbatch", metavar="1,2,…", parser=words.counts, help="Microbatch sizes to estimate.")
     ] = "1,2,4,8",
     dtype: Annotated[
         Literal["float32", "tf32", "bfloat16", "float16"],
@@ -86,7 +87,7 @@ def estimate(
         typer.Option(
             "--host-bandwidth",
             metavar="RATE",
-            parser=rate,
+            parser=words.rate,
             help='What updates on the CPU read and write, such as "40 GB/s"; default 20.7 GB/s.',
         ),
     ] = None,

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from sim.errors import DifferentSchedules
 from sim.schedule import Schedule, TaskKind
-from sim.timelines.compare import Pair, compare
+from sim.timelines.compare import compare
+from sim.timelines.comparison import Pair
 from sim.timelines.critical_path import CriticalPath, Piece
 from sim.timelines.replay import StepTimes, replay_times
 from sim.timelines.timeline import Timeline, TimelineInfo
