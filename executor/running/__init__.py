@@ -3,7 +3,9 @@
 run.py           a Schedule, a workload and a machine → a measured Timeline
 session.py       trains step by step: each task goes to whoever carries it out
 lanes.py         a thread for every busy lane; waiting, failing, stopping
-calculations.py  forward, backward and update tasks   ← compute.py, optimizer.py, storage.py
+calculations.py  forward and backward tasks           ← roles.py, context.py, compute.py, recording.py, parts.py
+updates.py       update tasks                         ← optimizer.py
 transfers.py     copies, all-reduces and reductions
-places.py        where tensors are                    ← arena.py, store.py, layout.py
+places.py        where tensors are                    ← arena.py, store.py; layout.py, passing.py, shards.py
+storage.py       how much memory a piece of work takes
 """

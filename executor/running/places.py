@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from torch import Tensor
+
 from sim.schedule import Buffer, Schedule, TensorKind
 
 from ..devices.facade import Devices
 from ..errors import NeverFreed
 from ..models.layers import LayerModel
 from .arena import Arena, Block
-from .layout import Layouts
+from .layout import Layouts, SlotKey
 from .passing import Record, Records
 from .shards import ShardLayouts
 from .store import Home, Minibatch
@@ -27,7 +29,7 @@ class Places:
         self.layouts = layouts
         self.shards = shards
         self.records = Records(model)
-        self._devices = devices
+        self._model, self._devices = model, devices
         self._arenas = [
             Arena(gpu, schedule.buffers, cap, partial(devices.gpu_bytes, gpu))
             for gpu, cap in enumerate(schedule.memory.gpu_cap_bytes)
@@ -80,6 +82,18 @@ class Places:
         if buffer.kind is TensorKind.DATA:
             return self.minibatch.record(buffer.layer_first)
         return self.records.of(buffer)
+
+    def state_views(self, number: int, layer: int) -> dict[SlotKey, Tensor]:
+        """A layer's tensors in a buffer of state; trained weights as leaves of autograd."""
+        block, buffer = self.block(number), self.buffers[number]
+        views: dict[SlotKey, Tensor] | None = block.views.get(layer)
+        if views is None:
+            layout = self.layouts[buffer.kind]
+            views = block.views[layer] = layout.views(block.bytes, buffer.layer_first, layer)
+            if buffer.kind is TensorKind.WEIGHT:
+                for name in self._model.layers[layer].trainable:
+                    views[name, ""].requires_grad_()
+        return views
 
     def clear(self) -> None:
         """Forget all buffers, after a step that was given up."""

@@ -26,6 +26,7 @@ from .optimizer import PackOptimizer
 from .places import Places
 from .shards import ShardLayouts
 from .transfers import Transfers
+from .updates import Updates
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class Session:
         _check_bytes(schedule, layout, shards, optimizer)
         self._places = Places(schedule, model, layout, shards, devices)
         self._transfers = [Transfers(schedule, self._places, self._places.minibatch)]  # by step of those that overlap
-        self._calculations = Calculations(schedule, model, pack_optimizer, self._places, devices, seed)
+        self._calculations = Calculations(schedule, model, self._places, devices, seed)
+        self._updates = Updates(schedule, model, pack_optimizer, self._places)
         self._ties = _ties(model)
         self._runners: dict[int, LaneRunner] = {}  # by number of steps
         self._transfers[0].load_residents()
@@ -136,7 +138,7 @@ class Session:
             case TaskKind.BACKWARD_WEIGHT:
                 self._calculations.backward_weight(task, queue, context)
             case TaskKind.UPDATE:
-                self._calculations.update(task, queue)
+                self._updates.update(task, queue)
             case TaskKind.REDUCE:
                 transfers.reduce(task)
             case TaskKind.SWAP_IN:
