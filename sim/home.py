@@ -1,4 +1,5 @@
-"""Home tensors: weights, buffers, gradients and optimizer state in the host store, and which tasks touch them.
+"""Home tensors: weights, buffers, gradients and optimizer state in the host store: their bytes, and which tasks touch
+them.
 
 No buffer of a schedule stands for them. A copy that names no host buffer is from or to the store; an update on the host
 reads gradients and changes weights and optimizer state there; a reduction writes gradients there.
@@ -55,6 +56,21 @@ NO_TIES = Ties({})
 def tied_layers(costs: Costs) -> Ties:
     """The layers of a trace that share weights."""
     return Ties({layer: costs.tied_partners(layer) for layer in range(costs.layer_count)})
+
+
+def home_bytes(costs: Costs, kind: TensorKind, run: tuple[int, int]) -> int:
+    """Bytes of a run of layers of a tensor that has its home in the host store."""
+    match kind:
+        case TensorKind.WEIGHT:
+            return costs.weight_bytes(*run)
+        case TensorKind.BUFFER:
+            return costs.buffer_bytes(*run)
+        case TensorKind.GRADIENT:
+            return costs.gradient_bytes(*run)
+        case TensorKind.OPTIMIZER_STATE:
+            return costs.optimizer_state_bytes(*run)
+        case _:
+            raise AssertionError(f"{kind.value} has no home")
 
 
 def home_accesses(schedule: Schedule, ties: Ties) -> dict[HomeTensor, list[Access]]:

@@ -17,6 +17,7 @@ from itertools import accumulate
 
 from traces.costs import Costs
 
+from .home import home_bytes
 from .schedule import TensorKind
 
 GRAIN_BYTES = 16
@@ -38,8 +39,11 @@ class Shards:
         self._groups = costs.trace.tied_groups
         self._totals: dict[tuple[TensorKind, int], list[int]] = {}
 
-    def bytes(self, kind: TensorKind, run: tuple[int, int], shard: int) -> int:
-        """Of a run of layers: weights or gradients of the parameters they use, or state of those that they own."""
+    def bytes(self, kind: TensorKind, run: tuple[int, int], shard: int | None) -> int:
+        """Of a run of layers: weights or gradients of the parameters they use, or state of those that they own. Of all
+        shards together (None), and then of any tensor that has a home."""
+        if shard is None:
+            return home_bytes(self._costs, kind, run)
         totals = self._totals.get((kind, shard))
         if totals is None:
             layers = range(self._costs.layer_count)
@@ -57,10 +61,8 @@ class Shards:
     def _layer_cuts(self, kind: TensorKind, layer: int) -> list[int]:
         """Where the layer's shards begin and end."""
         match kind:
-            case TensorKind.WEIGHT:
-                return self._cut(self._pieces(layer, self._costs.weight_bytes(layer, layer)))
-            case TensorKind.GRADIENT:
-                return self._cut(self._pieces(layer, self._costs.gradient_bytes(layer, layer)))
+            case TensorKind.WEIGHT | TensorKind.GRADIENT:
+                return self._cut(self._pieces(layer, home_bytes(self._costs, kind, (layer, layer))))
             case TensorKind.OPTIMIZER_STATE:
                 owned, state = self._owned(layer), self._costs.optimizer_state_bytes(layer, layer)
                 return [state * at // owned[-1] if owned[-1] else 0 for at in owned]

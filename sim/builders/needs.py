@@ -72,29 +72,12 @@ class Needs:
     def bytes(self, need: Need) -> int:
         """Size of the tensor."""
         layer = need.run[0]
-        if need.shard is not None:
-            return self._shards.bytes(need.kind, need.run, need.shard)
         if need.samples is None:
-            return home_bytes(self._costs, need.kind, need.run)
+            return self._shards.bytes(need.kind, need.run, need.shard)
         batch = need.samples[1] - need.samples[0]
         if need.kind is TensorKind.ACTIVATION_GRADIENT:
             return self._costs.input_gradient_bytes(layer, batch)
         return self._costs.label_bytes(batch) if layer > self.last_layer else self._costs.input_bytes(layer, batch)
-
-
-def home_bytes(costs: Costs, kind: TensorKind, run: Run) -> int:
-    """Bytes of a run of layers of a tensor that has its home in the host store."""
-    match kind:
-        case TensorKind.WEIGHT:
-            return costs.weight_bytes(*run)
-        case TensorKind.BUFFER:
-            return costs.buffer_bytes(*run)
-        case TensorKind.GRADIENT:
-            return costs.gradient_bytes(*run)
-        case TensorKind.OPTIMIZER_STATE:
-            return costs.optimizer_state_bytes(*run)
-        case _:
-            raise AssertionError(f"{kind.value} has no home")
 
 
 def runs_where(run: Run, holds: Callable[[int], bool]) -> Iterator[Run]:

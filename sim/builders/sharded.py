@@ -34,7 +34,6 @@ from ..schedule import Interval, Lane, MemoryPlan, Schedule, TaskKind, TensorKin
 from ..shards import Shards
 from .draft import Draft, assign_lifetimes, finish
 from .memory import Placement, count_host, place
-from .needs import home_bytes
 from .store_bytes import store_by_kind
 
 
@@ -309,7 +308,7 @@ class _Walk:
 
     def _size(self, kind: TensorKind, run: tuple[int, int], gpu: int) -> int:
         shard = self._shard(gpu)
-        return home_bytes(self._costs, kind, run) if shard is None else self._shards.bytes(kind, run, shard)
+        return self._shards.bytes(kind, run, shard)
 
 
 def _check_memory(plan: ShardedPlan, costs: Costs, caps: Sequence[int]) -> None:

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from traces.costs import Costs
 
+from ..home import home_bytes
 from ..plan import HarmonyPlan
 from ..schedule import TaskKind, TensorKind
 from .copies import Copies
 from .draft import Draft
-from .needs import Need, Needs, Run, home_bytes, runs_where
+from .needs import Need, Needs, Run, runs_where
 from .order import Group, Step, is_data_parallel, shard_of
 from .residents import Residents
 

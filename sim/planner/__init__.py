@@ -7,7 +7,7 @@
 ``space.py``                 which plans are looked at: ``candidates`` (all by number), ``harmony_candidates``
                              (pairs of halves, with ``packing``), ``variations``
 ``estimates.py``             bounds from below, and ``expectations``, without building a schedule: from
-                             ``group_work`` (with ``residence`` and ``ways``) and ``halves``; of baselines
-                             ``paged_estimates``, ``sharded_estimates``
+                             ``jobs`` (made in ``group_work``, with ``residence``, ``ways``) and ``halves``; of
+                             baselines ``paged_estimates``, ``sharded_estimates``
 ===========================  ================================================================================
 """

@@ -15,7 +15,7 @@ from traces.schema import Phase
 
 from ..plan import PagedPlan, Plan, Policy, ShardedPlan, shares
 from .estimates import Estimator
-from .group_work import Batches
+from .jobs import Batches
 from .space import Space
 
 Times = NDArray[np.float64]

@@ -23,7 +23,8 @@ from traces.costs import Costs
 
 from ..hardware.machine import Machine
 from ..plan import HarmonyPlan, PagedPlan, Plan, ShardedPlan
-from .group_work import Job, JobMaker, Work
+from .group_work import JobMaker
+from .jobs import Job, Work
 from .paged_estimates import paged_bound_ns
 from .sharded_estimates import sharded_bound_ns
 from .ways import Ways

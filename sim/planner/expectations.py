@@ -15,7 +15,8 @@ from traces.costs import Costs
 
 from ..hardware.machine import Machine
 from ..plan import HarmonyPlan
-from .group_work import Job, JobMaker, Work
+from .group_work import JobMaker
+from .jobs import Job, Work
 from .ways import Ways
 
 

@@ -28,7 +28,7 @@ from ..plan import Pack, Reduce, StashPlace, UpdateOn, shares
 from ..schedule import TensorKind
 from ..shards import Shards
 from ..units import NS_PER_S
-from .group_work import Batches, Size
+from .jobs import Batches, Size
 from .ways import Ways
 
 Busy = NDArray[np.float64]

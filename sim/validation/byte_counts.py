@@ -37,18 +37,10 @@ def _copy_bytes(task: Task, costs: Costs, shards: Shards) -> int | None:
 def _tensor_bytes(kind: TensorKind, tensor: Buffer | Task, costs: Costs, shards: Shards) -> int | None:
     """Bytes of a tensor, or of what a copy moves of it; None where the trace does not say."""
     first, last = tensor.layer_first, min(tensor.layer_last, costs.layer_count - 1)
-    if tensor.shard is not None and kind is not TensorKind.WORKSPACE:
-        return shards.bytes(kind, (first, last), tensor.shard)
     u = tensor.samples[1] - tensor.samples[0] if tensor.samples else 0
     match kind:
-        case TensorKind.WEIGHT:
-            return costs.weight_bytes(first, last)
-        case TensorKind.BUFFER:
-            return costs.buffer_bytes(first, last)
-        case TensorKind.GRADIENT:
-            return costs.gradient_bytes(first, last)
-        case TensorKind.OPTIMIZER_STATE:
-            return costs.optimizer_state_bytes(first, last)
+        case TensorKind.WEIGHT | TensorKind.BUFFER | TensorKind.GRADIENT | TensorKind.OPTIMIZER_STATE:
+            return shards.bytes(kind, (first, last), tensor.shard)
         case TensorKind.STASH if tensor.is_saved:
             return costs.remainder_bytes(first, u) if u else 0
         case TensorKind.STASH | TensorKind.ACTIVATION | TensorKind.DATA:
