@@ -11,14 +11,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from typer.testing import CliRunner, Result
 
-from sim.cli.app import app
 from sim.hardware.files import load_machine
 from sim.plan import HarmonyPlan
 from sim.schedule_files import load_schedule, save_schedule
 from sim.timelines.timeline import load_timeline, save_timeline
 from sim.views.grid import grid
+from tests.command_line import harmony, json_of, succeed
 from tests.sim.made_timelines import data_parallel, pipeline, timeline
 from traces.files import save_trace
 from traces.synthetic import uniform_trace
@@ -32,20 +31,6 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
     save_trace(uniform_trace(6), "t.json")
-
-
-def harmony(*words: str) -> Result:
-    return CliRunner().invoke(app, words, prog_name="harmony")
-
-
-def succeed(*words: str) -> Result:
-    result = harmony(*words)
-    assert result.exit_code == 0, result.output
-    return result
-
-
-def json_of(*words: str) -> Any:
-    return json.loads(succeed(*words, "--json").stdout)
 
 
 SIMULATE = ("simulate", "t.json", "-m", "4x1080ti", "--gpus", "2", "--minibatch", "8")

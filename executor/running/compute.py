@@ -152,10 +152,7 @@ class GpuModel:
             y = self._own_input(layers[0], x)
             for layer in layers:
                 y = self._call(layer, (*y, *self._labels(layer, inputs)), tensors, chance, keep_buffers=first_time)
-        loss = None
-        if isinstance(output_gradient, int | float):
-            (loss,) = (value.detach() for value in y)
-            output_gradient = [torch.full_like(loss, output_gradient)]
+        loss, gradients_of_y = _begin(y, output_gradient)
         # The output must not outlive its use in backward, so nothing here may hold it.
         edges = edges_of(self.taking(layers[-1], y))
         del y
@@ -164,7 +161,7 @@ class GpuModel:
             for layer in layers
             for name, gradient in tensors[layer].gradients.items()
         ]
-        add_gradients(edges, output_gradient, leaves)
+        add_gradients(edges, gradients_of_y, leaves)
         return [value.grad for value in wanted], loss
 
     def taking(self, layer: int, y: Tensors) -> Sequence[Tensor]:
@@ -202,11 +199,8 @@ class GpuModel:
                 passed.append((layer, wanted, self.taking(layer, y)))
                 if layer != layers[-1]:
                     x, wanted = self._leaves(layer + 1, y)  # cuts the graph
-        loss = None
-        if isinstance(output_gradient, int | float):
-            (loss,) = (value.detach() for value in y)
-            output_gradient = [torch.full_like(loss, output_gradient)]
-        gradients: list[Tensor | None] = list(output_gradient)
+        loss, gradients_of_y = _begin(y, output_gradient)
+        gradients: list[Tensor | None] = list(gradients_of_y)
         del x, y
         weight_part = WeightPart()
         while passed:
@@ -325,3 +319,11 @@ def _bind(places: Mapping[str, Sequence[_Place]], tensors: Mapping[str, Tensor])
     for name, tensor in tensors.items():
         for held, key in places[name]:
             held[key] = tensor
+
+
+def _begin(y: Tensors, output_gradient: Sequence[Tensor] | float) -> tuple[Tensor | None, Sequence[Tensor]]:
+    """The loss, if that is what y is, and the gradient that backward begins with: of the loss, its factor."""
+    if not isinstance(output_gradient, int | float):
+        return None, output_gradient
+    (loss,) = (value.detach() for value in y)
+    return loss, [torch.full_like(loss, output_gradient)]

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
-from sim.cli.app import app
 from sim.hardware.files import load_machine
 from sim.timelines.timeline import load_timeline
+from tests.command_line import harmony, json_of
 from traces.files import load_trace
 
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def harmony(*words: str) -> Result:
-    return CliRunner().invoke(app, words, prog_name="harmony")
-
-
-def json_of(*words: str) -> Any:
-    result = harmony(*words, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
 
 
 def test_profile_simulate_run_compare() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from sim.cli.app import app
+from tests.command_line import harmony, json_of, succeed
 from tests.traces.importing.profile_folders import LAYERS, WEIGHTS, forward_ns, tables, write
 from traces.files import load_trace
 from traces.importing import import_trace
@@ -22,20 +19,6 @@ SIMULATE = ("simulate", "t.json", "--machine", "4x1080ti", "--policy", "harmony-
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_COLOR", "1")
-
-
-def harmony(*words: str) -> Result:
-    return CliRunner().invoke(app, words, prog_name="harmony")
-
-
-def succeed(*words: str) -> Result:
-    result = harmony(*words)
-    assert result.exit_code == 0, result.output
-    return result
-
-
-def json_of(*words: str) -> Any:
-    return json.loads(succeed(*words, "--json").stdout)
 
 
 def test_import_writes_the_trace_and_shows_what_is_in_it(tmp_path: Path) -> None:
