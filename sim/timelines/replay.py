@@ -1,4 +1,4 @@
-"""When the tasks of a step start and end, and what follows from that alone: memory changes and peaks.
+"""When the tasks of a step start and end, and what follows from that alone: changes of memory.
 
 :func:`replay_times` evaluates a schedule with a given duration for every task, in one pass over the total order and
 without events. It knows no shared links, so it serves bounds and checks under many timings; the engine is the model.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -118,29 +117,3 @@ def _planned_changes(schedule: Schedule, times: StepTimes) -> Iterator[MemoryCha
             for number in ids:
                 buffer = schedule.buffers[number]
                 yield MemoryChange(time, buffer, sign * buffer.bytes)
-
-
-def peak_bytes(changes: Iterable[MemoryChange]) -> dict[int | None, int]:
-    """The most bytes held at once, by GPU (None: the host's dynamic buffers). ``changes`` are in order of time.
-
-    What is freed at the moment at which something else is allocated does not count with it.
-    """
-    held: dict[int | None, int] = {}
-    peak: dict[int | None, int] = {}
-    for _, moment in groupby(changes, key=attrgetter("time_ns")):
-        for change in moment:
-            held[change.gpu] = held.get(change.gpu, 0) + change.delta_bytes
-        for gpu, size in held.items():
-            peak[gpu] = max(peak.get(gpu, 0), size)
-    return peak
-
-
-def peak_by_gpu(schedule: Schedule, times: StepTimes) -> tuple[int, ...]:
-    """The most bytes that each GPU's buffers take at once, when the tasks run at these times."""
-    peaks = peak_bytes(memory_changes(schedule, times))
-    return tuple(peaks.get(gpu, 0) for gpu in range(schedule.plan.gpus))
-
-
-def host_peak(schedule: Schedule, times: StepTimes) -> int:
-    """The most bytes of host memory at once: the store, and the dynamic buffers at these times."""
-    return schedule.memory.host_store_bytes + peak_bytes(memory_changes(schedule, times)).get(None, 0)

@@ -11,8 +11,9 @@ from sim.builders import build
 from sim.engine.simulate import simulate
 from sim.schedule import Schedule, TaskKind, TensorKind
 from sim.timelines.held import held_at_peaks
-from sim.timelines.replay import MemoryChange, StepTimes, memory_changes, peak_bytes, replay_times
+from sim.timelines.replay import MemoryChange, StepTimes, memory_changes, replay_times
 from tests.sim.handmade import Hand, machine, one_gpu_schedule, tiny_trace
+from tests.sim.timelines.test_replay import two_lanes
 
 
 def two_copies() -> Schedule:
@@ -44,6 +45,15 @@ def test_planned_is_one_task_after_the_other_and_observed_side_by_side() -> None
         TensorKind.ACTIVATION, 1, 1, (0, 2), 20,
     )  # fmt: skip
     assert (other.tensor_kind, other.layer_last, other.samples) == (TensorKind.WEIGHT, 1, None)
+
+
+@pytest.mark.parametrize(("lengths", "peak"), [([5, 7, 1, 2], 30), ([5, 0, 1, 2], 20)])
+def test_what_is_freed_at_a_moment_makes_room_for_what_comes_then(lengths: list[int], peak: int) -> None:
+    """With no time for the forward, the first buffer goes at 5, just when the second comes: in whichever order."""
+    schedule = two_lanes().schedule()
+    changes = memory_changes(schedule, replay_times(schedule, lengths))
+    for ordered in (changes, sorted(changes, key=lambda change: (change.time_ns, -change.delta_bytes))):
+        assert held_at_peaks(schedule, [ordered])["0"].observed.bytes == peak
 
 
 def test_the_host_holds_its_store_as_well() -> None:
@@ -90,17 +100,22 @@ def test_what_is_held_is_the_observed_peak_and_never_more_than_planned(seed: int
     schedule = build(case.plan, case.trace, case.machine)
     times = replay_times(schedule, [1 + task.id * 7919 % 101 for task in schedule.tasks])
     changes = memory_changes(schedule, times)
-    peaks, most = held_at_peaks(schedule, [changes]), peak_bytes(changes)
+    peaks = held_at_peaks(schedule, [changes])
     for gpu, promised in enumerate(schedule.memory.gpu_peak_bytes):
         held = peaks[str(gpu)]
-        assert held.observed.bytes == most.get(gpu, 0) == sum(held.observed.by_kind.values())
+        assert held.observed.bytes == _most_held(schedule, times, gpu) == sum(held.observed.by_kind.values())
         assert max(held.planned.bytes, held.observed.bytes) <= promised
         assert {kind.value for kind in held.observed.by_kind} >= {b.tensor_kind.value for b in held.observed.largest}
         assert held.observed.bytes == _held_at(schedule, times, gpu, held.observed.time_ns)
-    assert peaks["host"].observed.bytes == schedule.memory.host_store_bytes + most.get(None, 0)
+    assert peaks["host"].observed.bytes == schedule.memory.host_store_bytes + _most_held(schedule, times, None)
 
 
-def _held_at(schedule: Schedule, times: StepTimes, gpu: int, now: int | None) -> int:
+def _most_held(schedule: Schedule, times: StepTimes, gpu: int | None) -> int:
+    """What is held grows only where a task starts."""
+    return max(_held_at(schedule, times, gpu, now) for now in set(times.start_ns))
+
+
+def _held_at(schedule: Schedule, times: StepTimes, gpu: int | None, now: int | None) -> int:
     """Bytes of the buffers whose lives, start of the first user to end of the last, go on at ``now``."""
     if now is None:
         return 0

@@ -1,23 +1,20 @@
-"""One pass over the dependencies, and what memory is held at the times it gives."""
+"""One pass over the dependencies, and how memory changes at the times it gives."""
 
 from __future__ import annotations
 
 import pytest
 
 from sim.errors import ScheduleError
-from sim.schedule import Schedule, TaskKind, TensorKind
+from sim.schedule import TaskKind, TensorKind
 from sim.timelines.replay import (
     MemoryChange,
     StepTimes,
-    host_peak,
     in_sequence,
     mean_period_ns,
     memory_changes,
-    peak_by_gpu,
-    peak_bytes,
     replay_times,
 )
-from tests.sim.handmade import Hand, one_gpu_schedule, plan
+from tests.sim.handmade import Hand
 
 
 def two_lanes() -> Hand:
@@ -70,42 +67,6 @@ def test_recorded_memory_comes_before_the_plans() -> None:
     recorded = [MemoryChange(9, schedule.buffers[0], -4), MemoryChange(2, schedule.buffers[0], 4)]
     times = StepTimes([0] * 4, [0] * 4, memory=recorded)
     assert memory_changes(schedule, times) == recorded[::-1]
-
-
-@pytest.mark.parametrize(("lengths", "peak"), [([5, 7, 1, 2], 30), ([5, 0, 1, 2], 20)])
-def test_what_is_freed_at_a_moment_makes_room_for_what_comes_then(lengths: list[int], peak: int) -> None:
-    """With no time for the forward, the first buffer goes at 5, just when the second comes."""
-    schedule = two_lanes().schedule()
-    assert peak_by_gpu(schedule, replay_times(schedule, lengths)) == (peak,)
-
-
-def test_the_order_within_a_moment_does_not_matter() -> None:
-    first, second = two_lanes().buffers
-    changes = [MemoryChange(0, first, 10), MemoryChange(5, second, 20), MemoryChange(5, first, -10)]
-    assert peak_bytes(changes) == peak_bytes([changes[0], changes[2], changes[1]]) == {0: 20}
-
-
-def test_peaks_are_kept_apart_by_device() -> None:
-    hand = Hand(plan(gpus=2))
-    on = {gpu: hand.buffers[hand.buffer(TensorKind.DATA, 0, 9, gpu=gpu)] for gpu in (0, 1, None)}
-    changes = [
-        MemoryChange(0, on[0], 5),
-        MemoryChange(0, on[None], 7),
-        MemoryChange(1, on[1], 3),
-        MemoryChange(1, on[0], -5),
-    ]
-    assert peak_bytes(changes) == {0: 5, None: 7, 1: 3}
-
-
-def test_gpus_without_buffers_hold_nothing() -> None:
-    schedule = Hand(plan(gpus=2)).schedule()
-    assert peak_by_gpu(schedule, StepTimes([], [])) == (0, 0)
-
-
-def test_the_hosts_peak_has_its_store() -> None:
-    """Both boundary activations wait in the host while the weights of layer 1 come in."""
-    schedule: Schedule = one_gpu_schedule()
-    assert host_peak(schedule, replay_times(schedule, [task.bytes for task in schedule.tasks])) == 908 + 40
 
 
 def test_runs_in_sequence_begin_where_the_one_before_ended() -> None:

@@ -12,7 +12,8 @@ from random_plans import random_case
 
 from sim.builders import build
 from sim.schedule import Schedule, TaskKind, TensorKind
-from sim.timelines.replay import host_peak, peak_by_gpu, replay_times
+from sim.timelines.held import held_at_peaks
+from sim.timelines.replay import memory_changes, replay_times
 from sim.validation.happens_before import HappensBefore
 from sim.validation.memory import memory_faults
 from tests.sim.handmade import Hand, one_gpu_schedule, plan
@@ -178,8 +179,7 @@ def test_no_timing_of_a_sound_schedule_exceeds_its_plan(seed: int, data: st.Data
     assert faults(schedule) == []
     lengths = data.draw(st.lists(st.integers(0, 20), min_size=len(schedule.tasks), max_size=len(schedule.tasks)))
     times = replay_times(schedule, lengths)
-    assert all(
-        held <= planned
-        for held, planned in zip(peak_by_gpu(schedule, times), schedule.memory.gpu_peak_bytes, strict=True)
-    )
-    assert host_peak(schedule, times) <= schedule.memory.host_peak_bytes
+    peaks = held_at_peaks(schedule, [memory_changes(schedule, times)])
+    for gpu, planned in enumerate(schedule.memory.gpu_peak_bytes):
+        assert peaks[str(gpu)].observed.bytes <= planned
+    assert peaks["host"].observed.bytes <= schedule.memory.host_peak_bytes
