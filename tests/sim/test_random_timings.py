@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from random_plans import random_case
 
 from sim.builders import build
 from sim.plan import Policy
 from sim.schedule import Schedule
+from tests.random_plans import random_case
 
 TIMINGS = 1000
 

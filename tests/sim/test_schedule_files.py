@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from random_plans import random_case
 
 from sim.builders import build
 from sim.errors import ScheduleError
 from sim.schedule_files import decode_schedule, encode_schedule, load_schedule, save_schedule
+from tests.random_plans import random_case
 from tests.sim.handmade import one_gpu_schedule
 from traces.errors import FileError
 

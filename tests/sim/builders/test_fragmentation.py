@@ -8,7 +8,6 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from random_plans import random_case
 
 from sim.builders import build, build_from_costs
 from sim.hardware.files import load_machine
@@ -18,6 +17,7 @@ from sim.planner.choice import PlanChoice
 from sim.planner.completion import build_choice
 from sim.schedule import Schedule
 from sim.timelines.held import held_at_peaks
+from tests.random_plans import random_case
 from traces.costs import Costs
 from traces.files import load_trace
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from random_plans import random_case
 
 from sim.builders import build
 from sim.engine.bounds import bound_ns, longest_path_ns, lower_bound_ns, resource_ns
@@ -11,6 +10,7 @@ from sim.engine.durations import CostDurations, Demands
 from sim.engine.simulate import run_step, simulate
 from sim.hardware.machine import Gpu, Host, Link, Machine
 from sim.schedule import TaskKind, TensorKind
+from tests.random_plans import random_case
 from tests.sim.handmade import Hand, machine, one_gpu_schedule, plan, tiny_trace
 from traces.costs import Costs
 

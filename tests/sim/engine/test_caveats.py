@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from random_plans import random_case
 
 from sim.builders import build
 from sim.engine.simulate import simulate
@@ -20,6 +19,7 @@ from sim.planner.estimates import Estimator
 from sim.planner.search import search
 from sim.timelines.timeline import Timeline
 from sim.validation.validate import validate
+from tests.random_plans import random_case
 from traces.costs import Costs
 from traces.schema import Phase
 from traces.synthetic import uniform_trace

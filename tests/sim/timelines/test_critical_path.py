@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from random_plans import random_case
 
 from sim.builders import build
 from sim.engine.durations import forward_share
@@ -14,6 +13,7 @@ from sim.plan import Plan
 from sim.schedule import TaskKind, TensorKind
 from sim.timelines.critical_path import Cause, CriticalPath, Piece, critical_path
 from sim.timelines.replay import StepTimes, replay_times
+from tests.random_plans import random_case
 from tests.sim.handmade import Hand, machine, one_gpu_schedule, paged, plan, tiny_trace
 from traces.costs import Costs
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from random_plans import random_case
 
 from sim.builders import build
 from sim.engine.simulate import simulate
 from sim.schedule import Schedule, TaskKind, TensorKind
 from sim.timelines.held import held_at_peaks
 from sim.timelines.replay import MemoryChange, StepTimes, memory_changes, replay_times
+from tests.random_plans import random_case
 from tests.sim.handmade import Hand, machine, one_gpu_schedule, tiny_trace
 from tests.sim.timelines.test_replay import two_lanes
 

@@ -6,11 +6,11 @@ import networkx as nx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_plans import random_case
 
 from sim.builders import build
 from sim.schedule import Schedule, TaskKind, TensorKind
 from sim.validation.happens_before import HappensBefore
+from tests.random_plans import random_case
 from tests.sim.handmade import Hand, plan
 
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from random_plans import random_case
 
 from sim.builders import build
 from sim.schedule import Schedule, TaskKind, TensorKind
@@ -16,6 +15,7 @@ from sim.timelines.held import held_at_peaks
 from sim.timelines.replay import memory_changes, replay_times
 from sim.validation.happens_before import HappensBefore
 from sim.validation.memory import memory_faults
+from tests.random_plans import random_case
 from tests.sim.handmade import Hand, one_gpu_schedule, plan
 
 SOUND = one_gpu_schedule()

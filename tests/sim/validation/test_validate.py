@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from random_plans import random_case
 
 from sim.builders import build
 from sim.errors import ScheduleError
 from sim.plan import Policy
 from sim.schedule import Lane, Schedule, Task, TaskKind, TensorKind
 from sim.validation.validate import validate
+from tests.random_plans import random_case
 from tests.sim.handmade import Hand, one_gpu_schedule, paged, plan, tiny_trace
 from traces.schema import Trace
 from traces.synthetic import uniform_trace, with_frozen
