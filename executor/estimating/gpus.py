@@ -2,8 +2,10 @@
 
 Peaks are the manufacturers': dense, tensor cores with sums in float32 where there are any. What is reached was fitted
 on the GTX 1080 Ti only, to the per-layer times that Harmony's authors published with their code (msr-fiddle/harmony,
-float32, PyTorch 1.5). It predicts whole models there, forward and forward with backward, within 15 %, but for BERT at
-its largest microbatch (-17 %). For every other GPU it is an assumption, and each says which.
+float32, PyTorch 1.5). It gives whole models there, forward and forward with backward, within 15 %, but for BERT at its
+largest microbatch (-17 %). Models of a family that the coefficients were not fitted to are within 22 %, at their
+smallest microbatch within 37 % (``benchmarks/bench_estimates.py``). For every other GPU what is reached is an
+assumption, and each says which.
 """
 
 from __future__ import annotations

@@ -292,7 +292,7 @@ def test_a_missing_file_lists_what_is_shipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", shipped_traces())
 def test_shipped_traces_load_by_name(name: str) -> None:
     trace = load_trace(name)
-    assert name == f"{trace.model}@{trace.device}"
+    assert name == f"{trace.model}@{trace.device}".lower().replace(" ", "-")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, 1.5, "7"])

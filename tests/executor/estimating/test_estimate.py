@@ -10,6 +10,7 @@ from executor.models.data import class_loss, next_token_loss, text_batches
 from executor.models.published import transformer
 from executor.models.workloads import Workload, load_workload
 from traces.checks import check_trace
+from traces.files import load_trace
 from traces.schema import Phase, Provenance, Trace
 
 UNFUSED, FUSED = known_gpu("2080ti"), known_gpu("4090")
@@ -107,3 +108,13 @@ def test_fused_attention_saves_no_scores() -> None:
     }
     scores = 4 * 2 * 2 * 16 * 16
     assert saved[FUSED.name] + scores <= saved[UNFUSED.name]
+
+
+def test_shipped_estimates_are_what_is_estimated_now() -> None:
+    shipped = load_trace("llama3.1-8b@rtx-4090")
+    now = estimate(
+        load_workload("llama3.1-8b", values=False), known_gpu("RTX 4090"), microbatches=(2,), dtype="bfloat16"
+    )
+    assert now.layers == shipped.layers
+    assert list(now.sizes) == [row for row in shipped.sizes if row.microbatch == 2]
+    assert list(now.times) == [row for row in shipped.times if row.microbatch in (0, 2)]
