@@ -225,6 +225,8 @@ def test_packs_grow_in_number_until_they_fit() -> None:
         (("--policy", "harmony-dp", "--packs-bwd", "9"), "cannot be cut into 9 packs"),
         (("--policy", "harmony-dp", "--packs-bwd", "2", "--resident-weights", "2"), "there are packs 0-1"),
         (("--policy", "harmony-dp", "--packs-bwd", "2", "--resident-state", "1"), "use update gpu"),
+        (("--policy", "dp-swap", "--minibatch", str(10**23)), "in microbatches of 1 forward and 1 backward makes"),
+        (("--policy", "harmony-dp", "--steps", str(10**8)), "simulate at most"),
         (("--policy", "harmony-dp", "--packs-bwd", "4", "--stash", "keep,keep,keep"), "3 places for 2 stashes"),
         (("--policy", "harmony-dp", "--gpu-memory", "5 MB"), "does not fit on GPU 0"),
         (("--policy", "harmony-dp", "--u-fwd", "16"), "--extrapolate"),
@@ -236,6 +238,13 @@ def test_plans_that_cannot_be_are_refused(options: tuple[str, ...], said: str) -
     refused = harmony(*SIMULATE, *minibatch, *options)
     assert refused.exit_code == 1
     assert said in refused.stderr
+
+
+@pytest.mark.parametrize("packs", ["0-99999999999", "3-1"])
+def test_runs_of_packs_that_name_none_or_too_many_are_refused(packs: str) -> None:
+    refused = harmony(*SIMULATE, "--policy", "harmony-dp", "--packs-bwd", "4", "--resident-weights", packs)
+    assert refused.exit_code == 2
+    assert f"{packs} in" in refused.stderr
 
 
 def test_a_plan_without_forward_packs_says_so() -> None:

@@ -18,13 +18,16 @@ from traces.schema import Trace
 
 from ..errors import PlanError
 from ..hardware.machine import Machine
-from ..plan import HarmonyPlan, PagedPlan, Plan, ShardedPlan
+from ..plan import HarmonyPlan, PagedPlan, Plan, ShardedPlan, shares
 from ..schedule import Schedule
 from .baselines import build_paged
 from .harmony import build_harmony
 from .sharded import build_sharded
 
 __all__ = ["build", "build_from_costs"]
+
+_MOST_COMPUTATIONS = 1_000_000
+"""Forwards and backwards of a step that are planned. So many take minutes and gigabytes already."""
 
 
 def build(plan: Plan, trace: Trace, machine: Machine, *, extrapolate: bool = False) -> Schedule:
@@ -43,6 +46,7 @@ def build_from_costs(plan: Plan, costs: Costs, machine: Machine) -> Schedule:
             f"the plan is for {plan.gpus} GPUs, machine {machine.name} has {len(machine.gpus)}; "
             f"choose the machine's count with --gpus {plan.gpus}"
         )
+    _check_size(plan, costs)
     match plan:
         case HarmonyPlan():
             _check_layers(plan, costs)
@@ -51,6 +55,21 @@ def build_from_costs(plan: Plan, costs: Costs, machine: Machine) -> Schedule:
             return build_paged(plan, costs, machine)
         case ShardedPlan():
             return build_sharded(plan, costs, machine)
+
+
+def _check_size(plan: Plan, costs: Costs) -> None:
+    forwards = backwards = costs.layer_count
+    if isinstance(plan, HarmonyPlan):
+        forwards, backwards = len(plan.packs_fwd), len(plan.packs_bwd)
+    stretches = shares(plan.minibatch, plan.gpus) if plan.policy.splits_minibatch else [(0, plan.minibatch)]
+    samples = [stop - start for start, stop in stretches]
+    computations = sum(forwards * -(-each // plan.u_fwd) + backwards * -(-each // plan.u_bwd) for each in samples)
+    if computations > _MOST_COMPUTATIONS:
+        raise PlanError(
+            f"a minibatch of {plan.minibatch} samples in microbatches of {plan.u_fwd} forward and {plan.u_bwd} "
+            f"backward makes {computations} forwards and backwards, and steps of at most {_MOST_COMPUTATIONS} are "
+            "planned; use larger microbatches (--u-fwd, --u-bwd) or a smaller minibatch"
+        )
 
 
 def _check_layers(plan: HarmonyPlan, costs: Costs) -> None:

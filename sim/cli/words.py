@@ -13,6 +13,9 @@ from .output import STDOUT
 
 UNLIMITED = math.inf
 
+_MOST_PACKS = 100_000
+"""More than the layers of any model."""
+
 
 def size(text: str) -> int:
     """``"9 GB"`` as bytes."""
@@ -84,11 +87,13 @@ def stash(text: str) -> StashPlace | tuple[StashPlace, ...]:
 
 def indices(text: str) -> tuple[int, ...]:
     """``"0,3-5"`` as numbers: 0, 3, 4, 5."""
-    return tuple(
-        index
-        for first, last in _runs(text, "packs; write their numbers, such as 0,3-5")
-        for index in range(first, last + 1)
-    )
+    runs = _runs(text, "packs; write their numbers, such as 0,3-5")
+    for first, last in runs:
+        if not first <= last < first + _MOST_PACKS:
+            raise typer.BadParameter(
+                f"{first}-{last} in {text!r} must name 1 to {_MOST_PACKS} packs, in ascending order"
+            )
+    return tuple(index for first, last in runs for index in range(first, last + 1))
 
 
 def timeline(path: Path | None) -> Path | None:

@@ -31,6 +31,9 @@ from .run import Run
 _OVERLAPPING = 3
 """So many steps that overlap show their period."""
 
+_MOST_ROWS = 4_000_000
+"""Rows that are recorded of all steps together. So many take gigabytes already."""
+
 _LONGEST_NS = 2**62
 """What the tables of a timeline can hold."""
 
@@ -66,6 +69,11 @@ def simulate(
         raise PlanError(
             f"{steps} step(s) take {steps * step.duration_ns / NS_PER_S:.3g} s, and times end at "
             f"{_LONGEST_NS / NS_PER_S:.3g} s; look for a layer's time, a speed or a link that is out of all proportion"
+        )
+    if steps > 1 and steps * len(schedule.tasks) > _MOST_ROWS:
+        raise PlanError(
+            f"{steps} steps of {len(schedule.tasks)} tasks asked for, and at most {_MOST_ROWS} rows are recorded; "
+            f"simulate at most {max(1, _MOST_ROWS // len(schedule.tasks))} steps"
         )
     used = used_durations(schedule.tasks)
     said = [*caveats(costs, used), *idle_gpus(schedule), *slow_gpus(schedule, machine)]

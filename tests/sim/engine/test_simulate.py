@@ -271,6 +271,12 @@ def test_no_steps_are_refused() -> None:
         simulate(one_forward(), tiny_trace(), machine(), steps=0)
 
 
+def test_more_rows_than_a_timeline_holds_are_refused() -> None:
+    schedule = one_gpu_schedule()
+    with pytest.raises(PlanError, match=f"simulate at most {4_000_000 // len(schedule.tasks)} steps"):
+        simulate(schedule, tiny_trace(), machine(), steps=4_000_000)
+
+
 def test_steps_longer_than_a_timeline_can_hold_are_refused() -> None:
     for crawling in (machine(bandwidth=1e-9), machine(speed=1e-18)):
         with pytest.raises(PlanError, match=r"1 step\(s\) take .* s, and times end at 4\.61e\+09 s; look for"):
