@@ -59,7 +59,7 @@ class Sizes:
         Raises TraceError if the trace covers none of them, or lacks one that is wanted.
         """
         most = max(self._samples)
-        sizes = range(1, most + 1) if wanted is None else sorted({min(u, most) for u in wanted})
+        sizes = self._all(most) if wanted is None else sorted({min(u, most) for u in wanted})
         covered = []
         refusal: TraceError | None = None
         for u in sizes:
@@ -75,6 +75,12 @@ class Sizes:
         if refusal and not covered:
             raise refusal
         return covered
+
+    def _all(self, most: int) -> list[int]:
+        """Sizes up to ``most``; of those larger than any in the trace only the first and the last."""
+        largest = max((row.microbatch for row in self._costs.trace.sizes), default=0)
+        asked = most if self._costs.extrapolate else min(most, largest)
+        return sorted({*range(1, asked + 1), min(asked + 1, most), most})
 
     def _ask(self, phase: Phase, u: int) -> None:
         for samples in self._samples:

@@ -125,6 +125,12 @@ def test_sizes_reach_to_the_largest_share() -> None:
     assert Sizes(Costs(TRACE), [3, 2]).of(Phase.FORWARD, (2, 5, 9)) == [2, 3]
 
 
+def test_sizes_far_beyond_the_trace_are_left_out_without_a_look_at_each() -> None:
+    few, many = (Sizes(Costs(TRACE), [samples]) for samples in (60, 60 * 10**12))
+    assert many.of(Phase.FORWARD, None) == few.of(Phase.FORWARD, None)
+    assert many.uncovered == {min(few.uncovered), 60 * 10**12}
+
+
 def test_sizes_that_the_trace_lacks_are_left_out_and_said_or_refused() -> None:
     sizes = Sizes(Costs(TRACE), [11])
     assert sizes.of(Phase.BACKWARD, None) == [1, 2, 3, 4, 5, 6, 7, 8]
