@@ -202,14 +202,14 @@ def _plan_lines(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
         value = plan[name]
         option = "--" + name.replace("_", "-")
         match value:
-            case None:
-                continue
-            case []:
-                yield option, "none"
-            case [[_, _], *_]:
-                yield option, f"{len(value)}: {','.join(f'{first}-{last}' for first, last in value)}"
             case bool():
                 choices.append(option if value else option.replace("--", "--no-", 1))
+            case [] if name == "packs_fwd":
+                yield option, "none"
+            case None | 0 | []:
+                continue
+            case [[_, _], *_]:
+                yield option, f"{len(value)}: {','.join(f'{first}-{last}' for first, last in value)}"
             case str():
                 if name != "policy":
                     choices.append(f"{option} {value}")
@@ -217,4 +217,5 @@ def _plan_lines(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 yield option, ",".join(map(str, value))
             case _:
                 yield option, str(value)
-    yield "options", " ".join(choices)
+    if choices:
+        yield "options", " ".join(choices)

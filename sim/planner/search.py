@@ -36,6 +36,9 @@ from .variations import CLIMBED, LAST, variations
 ReportProgress = Callable[[float, str], object]
 """Called with the share done (0 to 1) and what is being done now."""
 
+MOST_SAMPLES = 100_000
+"""In a minibatch: with more, listing microbatch sizes alone takes long, and no step of that size is simulated soon."""
+
 _VARIED_SHARE = 7
 """Unless told otherwise, a search simulates as many variations as a seventh of its candidates."""
 
@@ -74,6 +77,8 @@ def search(
     for what, number in asked.items():
         if number < 1:
             raise PlanError(f"{number} {what}; ask for at least 1")
+    if minibatch > MOST_SAMPLES:
+        raise PlanError(f"{minibatch} samples in a minibatch; a search looks at {MOST_SAMPLES} at most")
     if max_variations is None:
         max_variations = -(-max_simulated // _VARIED_SHARE)
     if max_variations < 0:

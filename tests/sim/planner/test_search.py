@@ -391,6 +391,8 @@ def test_variations_keep_to_their_limit_and_to_what_is_fixed() -> None:
     for order in (CROSSING, (0, 1, 2, 3)):
         found = crossing_search(choice=PlanChoice(gpu_order=order), max_simulated=8)
         assert {each.plan.gpu_order for each in found.top} == {order}
+    with pytest.raises(PlanError, match="100001 samples in a minibatch"):
+        search(TRACES["skewed"], TWO_SWITCHES, 100_001, policies=(PP,))
     with pytest.raises(PlanError, match="-1 variations"):
         crossing_search(max_variations=-1)
 
