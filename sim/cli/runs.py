@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from traces.schema import Trace
+
 from . import words
 from .options import Device, Json, MachineName, Model, TimelineOutput
 from .output import Output
@@ -48,10 +50,6 @@ def profile(
 ) -> None:
     """Measure a trace of a model: what every layer costs at several microbatch sizes."""
     from executor.commands import measure_trace
-    from traces.files import save_trace
-    from traces.summary import summarize
-
-    from .tables import trace_tables
 
     out = Output(as_json, output)
     with out.progress() as progress:
@@ -65,9 +63,7 @@ def profile(
             in_parts=split,
             progress=progress,
         )
-    out.write(output, ".json", lambda path: save_trace(trace, path))
-    summary = summarize(trace)
-    out.result(summary, *trace_tables(summary))
+    _write_trace(out, trace, output)
 
 
 @commands.command(epilog="Example: harmony estimate gpt2-xl --gpu rtx-4090 --dtype bfloat16 -o trace.json")
@@ -98,10 +94,6 @@ def estimate(
 ) -> None:
     """Make a trace for a GPU that is not at hand: operators are counted, and their times modelled."""
     from executor.commands import estimate_trace
-    from traces.files import save_trace
-    from traces.summary import summarize
-
-    from .tables import trace_tables
 
     out = Output(as_json, output)
     with out.progress() as progress:
@@ -114,6 +106,16 @@ def estimate(
             in_parts=split,
             progress=progress,
         )
+    _write_trace(out, trace, output)
+
+
+def _write_trace(out: Output, trace: Trace, output: Path) -> None:
+    """Write a trace, and show what it says."""
+    from traces.files import save_trace
+    from traces.summary import summarize
+
+    from .tables import trace_tables
+
     out.write(output, ".json", lambda path: save_trace(trace, path))
     summary = summarize(trace)
     out.result(summary, *trace_tables(summary))
