@@ -15,7 +15,7 @@ from sim.plan import Plan, Policy, UpdateOn
 from sim.schedule import Lane
 from sim.timelines.metrics import observed_peak_bytes
 from tests.executor import made
-from tests.executor.training import (
+from tests.executor.trained import (
     CHAIN_PACKS,
     GPT2_PACKS,
     Make,

@@ -14,7 +14,7 @@ from sim.builders import build
 from sim.plan import HarmonyPlan, Policy
 from sim.schedule import TaskKind
 from tests.executor import made
-from tests.executor.training import CHAIN_PACKS, GPT2_PACKS, chain, gpt2, gradient_step, normalised_chain
+from tests.executor.trained import CHAIN_PACKS, GPT2_PACKS, chain, gpt2, gradient_step, normalised_chain
 from traces.checks import check_trace
 from traces.costs import Costs
 from traces.schema import Phase, Provenance, Trace

@@ -15,7 +15,7 @@ from executor.models.data import next_token_loss, text_batches
 from executor.models.workloads import Workload
 from executor.running.compute import Chance, GpuModel
 from executor.running.storage import measure_memory
-from tests.executor.training import skips
+from tests.executor.trained import skips
 from traces.checks import check_trace
 from traces.costs import Costs
 from traces.schema import Phase, SizeRow, TiedWeight, Trace

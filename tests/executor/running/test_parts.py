@@ -20,7 +20,7 @@ from sim.builders import build
 from sim.plan import Policy, UpdateOn
 from sim.schedule import TaskKind
 from tests.executor import made
-from tests.executor.training import (
+from tests.executor.trained import (
     CHAIN_PACKS,
     GPT2_PACKS,
     adam,

@@ -18,7 +18,7 @@ from sim.engine.simulate import simulate
 from sim.plan import Plan, Policy, Residency, UpdateOn
 from sim.schedule import TaskKind
 from tests.executor import made
-from tests.executor.training import (
+from tests.executor.trained import (
     adam,
     cut_of,
     differences,

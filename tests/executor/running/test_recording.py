@@ -22,7 +22,7 @@ from sim.plan import PagedPlan, Policy, Residency, Writeback
 from sim.schedule import Schedule
 from sim.validation.validate import validate
 from tests.executor import made
-from tests.executor.training import (
+from tests.executor.trained import (
     SEED,
     Make,
     Trained,

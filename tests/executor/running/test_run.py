@@ -31,7 +31,7 @@ from sim.schedule import Lane, LaneKey, Schedule, TensorKind
 from sim.timelines.compare import compare
 from sim.timelines.metrics import observed_host_peak_bytes, observed_peak_bytes
 from tests.executor import made
-from tests.executor.training import (
+from tests.executor.trained import (
     CHAIN_PACKS,
     CHAIN_STASHES,
     GPT2_PACKS,

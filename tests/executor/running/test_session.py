@@ -17,7 +17,7 @@ from sim.builders import build
 from sim.plan import HarmonyPlan, Plan, Policy, Reduce, Residency, StashPlace, UpdateOn
 from sim.schedule import Schedule
 from tests.executor import made
-from tests.executor.training import (
+from tests.executor.trained import (
     MINIBATCH,
     SEED,
     Make,

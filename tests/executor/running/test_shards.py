@@ -22,7 +22,7 @@ from sim.schedule import Buffer, TensorKind
 from sim.shards import Shards
 from sim.validation.validate import validate
 from tests.executor import made
-from tests.executor.training import (
+from tests.executor.trained import (
     MINIBATCH,
     SEED,
     Make,
