@@ -9,6 +9,7 @@ HarmonyError
 ├── OutOfArena          a buffer does not fit where the schedule puts it, or under the cap
 ├── NeverFreed          a step left buffers behind
 ├── WorkspaceOverrun    autograd took more memory than the schedule reserved
+├── CheckpointError     a checkpoint cannot be written, is not whole, or belongs to something else
 └── TaskFailed          a task of a run failed; ``__cause__`` is what happened
 """
 
@@ -36,6 +37,17 @@ class DifferentModel(HarmonyError):
 
 class OptimizerError(HarmonyError):
     """An optimizer cannot update packs one by one, or not on a GPU: says which, why, and what to use."""
+
+
+class CheckpointError(HarmonyError):
+    """A checkpoint cannot be written, is not whole, or belongs to something else: says which file, and why."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(path, problem)
+        self.path, self.problem = path, problem
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}"
 
 
 class OutOfArena(HarmonyError):

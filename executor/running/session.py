@@ -42,13 +42,21 @@ class Session:
 
     The model's parameters and buffers move into the host store and stay its own: after every step they are current, and
     so is the optimizer's state; but for what the schedule lets stay on GPUs, which is only after :meth:`write_home`.
-    ``seed`` is where dropout and the like draw from. Raises DifferentModel if the schedule was made for another model
-    or optimizer, DeviceError if there are too few devices, OptimizerError if the optimizer cannot update packs one by
-    one, or shards of them where the schedule asks for that, ModelError if the model is not in host memory.
+    ``seed`` is where dropout and the like draw from, ``first_step`` the number of the first step, where training goes
+    on. Raises DifferentModel if the schedule was made for another model or optimizer, DeviceError if there are too few
+    devices, OptimizerError if the optimizer cannot update packs one by one, or shards of them where the schedule asks
+    for that, ModelError if the model is not in host memory.
     """
 
     def __init__(
-        self, schedule: Schedule, model: LayerModel, optimizer: Optimizer, devices: Devices, *, seed: int = 0
+        self,
+        schedule: Schedule,
+        model: LayerModel,
+        optimizer: Optimizer,
+        devices: Devices,
+        *,
+        seed: int = 0,
+        first_step: int = 0,
     ) -> None:
         self.schedule = schedule
         self._devices = devices
@@ -69,7 +77,7 @@ class Session:
         self._ties = _ties(model)
         self._runners: dict[int, LaneRunner] = {}  # by number of steps
         self._transfers[0].load_residents()
-        self._steps = 0
+        self._steps = first_step
 
     @property
     def overruns(self) -> Overruns:

@@ -1,0 +1,1 @@
+"""Training with schedules, and going on from where it stopped."""
