@@ -2,8 +2,8 @@
 
 All emulated GPUs of the process take turns on one core; updates in the host have another. A task of mathematics sleeps
 until it has lasted ``1 / speed`` times the steady CPU time (``processor.py``) that it really took, so that neither a
-busy machine nor the turns of others blur it. Copies are real, and share the nominal links of the machine's
-``[emulation]`` part in real time.
+busy machine nor the turns of others blur it; unpaced (``pace`` 0) it takes as long as it takes. Copies are real, and
+share the nominal links of the machine's ``[emulation]`` part in real time.
 """
 
 from __future__ import annotations
@@ -68,7 +68,14 @@ class _Core:
         self._clock = SteadyClock()
         self.overruns = Overruns()
 
-    def calculate(self, work: Callable[[], T], pace: float) -> T:
+    def calculate(self, work: Callable[[], T]) -> T:
+        """Do ``work`` in turn."""
+        with self._turn:
+            if self._aborted.is_set():
+                raise Aborted
+            return work()
+
+    def pace(self, work: Callable[[], T], pace: float) -> T:
         """Do ``work`` in turn, and return when it has lasted its pace times its steady CPU time."""
         started_ns = time.perf_counter_ns()
         results: list[T] = []
@@ -92,6 +99,7 @@ class EmulatedDevices:
         self.links = SharedLinks(self.fabric)
         self._paces = [1 / gpu.speed for gpu in machine.gpus]
         self._host_pace = 1 / machine.host.speed
+        self._paced = machine.emulation is not None and machine.emulation.pace > 0
         self._aborted = threading.Event()
         self._gpu_core, self._host_core = _Core(_GPUS_TURN, self._aborted), _Core(_HOST_TURN, self._aborted)
 
@@ -149,9 +157,8 @@ class EmulatedDevices:
 
     def calculate(self, gpu: int | None, work: Callable[[], T]) -> T:
         """Paced mathematics of a GPU, or of the host."""
-        if gpu is None:
-            return self._host_core.calculate(work, self._host_pace)
-        return self._gpu_core.calculate(work, self._paces[gpu])
+        core, pace = (self._host_core, self._host_pace) if gpu is None else (self._gpu_core, self._paces[gpu])
+        return core.pace(work, pace) if self._paced else core.calculate(work)
 
 
 class EmulatedQueue:

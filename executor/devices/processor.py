@@ -30,31 +30,39 @@ _READ_EVERY_S = 0.1
 _REMEMBER_S = 1.0
 _FEWEST_READINGS = 3
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt(3)
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of glibc's mallopt(3)
+_NEVER, _MMAP_MAX = -1, 65536  # the latter is its default
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Operators of torch stay in their caller's thread, and Python does not look for garbage (which takes tens of
     milliseconds of whatever runs just then), until both are put back afterwards. And freed memory stays with the
-    process: fetching it again from the system page by page takes time that differs from run to run."""
+    process: fetching it again from the system, page by page, was found to take up to a third of a step's time."""
     threads, collects = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)
     gc.disable()
-    _keep_freed_memory()
+    _allocate(_M_TRIM_THRESHOLD, _NEVER)
+    _allocate(_M_MMAP_MAX, 0)
     try:
         yield
     finally:
+        _allocate(_M_MMAP_MAX, _MMAP_MAX)
         torch.set_num_threads(threads)
         if collects:
             gc.enable()
 
 
-def _keep_freed_memory() -> None:
+def _allocate(parameter: int, value: int) -> None:
+    """Set a parameter of the C library's allocator; other libraries than glibc have none such."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # other C libraries have no such setting
-        mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
-        mallopt(_M_TRIM_THRESHOLD, 256 * 2**20)
+    if mallopt is not None:
+        mallopt(parameter, value)
+
+
+# All threads share one heap. Those of their own, which threads get, are cut down whatever the threshold; and it must be
+# said before there are any.
+_allocate(_M_ARENA_MAX, 1)
 
 
 def yardstick() -> Callable[[], int]:

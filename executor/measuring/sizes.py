@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..models.layers import LayerModel, LayerSpec, NamedBuffer, takes_gradient
 from ..running.compute import Chance, GpuModel, LayerTensors, Tensors
-from ..running.recording import Region
+from ..running.recording import Region, SavedTensors
 from ..running.storage import MemoryMeter, measure_memory
 
 
@@ -115,7 +115,7 @@ def _backward_alone(gpu: GpuModel, x: Sequence[Tensor], tensors: LayerTensors, c
     memory |= {(Region.INPUT, at): _bytes_of(value) for at, value in enumerate(x)}
     memory[Region.SAVED] = torch.empty(room_bytes + _size(x), dtype=torch.uint8, device=x[0].device)
     outputs: list[Tensors] = []
-    recording = gpu.record(range(1), x, {0: tensors}, chance, lambda _, y: outputs.append(y), memory)
+    recording = gpu.record(range(1), x, {0: tensors}, chance, lambda _, y: outputs.append(y), SavedTensors(memory))
     gradient = [torch.ones_like(value) for value in gpu.taking(0, outputs.pop())]
     gradients = {(0, name): each for name, each in tensors.gradients.items()}
     with measure_memory(x[0].device) as meter:

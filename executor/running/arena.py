@@ -1,20 +1,21 @@
 """The memory of one GPU: buffers where the schedule puts them, never more than the cap.
 
 Placed buffers (with an offset) are slices of one allocation, the arena. Counted ones (paged plans) are allocations of
-their own, and only their sum is held against the cap. A workspace is a reservation: autograd allocates that memory
-itself, so it takes its place in the plan but none in the arena.
+their own, and only their sum is held against the cap. Reservations take their place in the plan but none here, as
+autograd allocates that memory itself: workspaces, and of counted buffers those that keep what autograd saved and never
+move.
 """
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
 from torch import Tensor
 
-from sim.schedule import Buffer, TensorKind
+from sim.schedule import Buffer
 
 from ..errors import OutOfArena
 
@@ -32,15 +33,22 @@ class Block:
 class Arena:
     """The memory of GPU ``gpu`` for the ``buffers`` of a schedule, at most ``cap`` bytes.
 
-    ``take`` gets so many bytes (uint8) from the device. Used from several lanes at once. A placed buffer has the same
-    block each time, a counted one a new block. Residents are held all the time.
+    ``take`` gets so many bytes (uint8) from the device. ``reserved`` are ids of reservations. Used from several lanes
+    at once. A placed buffer has the same block each time, a counted one a new block. Residents are held all the time.
     """
 
-    def __init__(self, gpu: int, buffers: Iterable[Buffer], cap: int, take: Callable[[int], Tensor]) -> None:
+    def __init__(
+        self,
+        gpu: int,
+        buffers: Iterable[Buffer],
+        cap: int,
+        take: Callable[[int], Tensor],
+        reserved: Collection[int] = (),
+    ) -> None:
         self.gpu, self.cap = gpu, cap
-        self._take = take
+        self._take, self._reserved = take, reserved
         own = [buffer for buffer in buffers if buffer.gpu == gpu]
-        placed = [(b, b.offset) for b in own if b.offset is not None and b.kind is not TensorKind.WORKSPACE]
+        placed = [(b, b.offset) for b in own if b.offset is not None and b.id not in reserved]
         for buffer, offset in placed:
             self._check_cap(buffer, offset)
         size = max([offset + buffer.bytes for buffer, offset in placed], default=0)
@@ -105,7 +113,7 @@ class Arena:
             self.allocate(buffer)
 
     def _block(self, buffer: Buffer) -> Block | None:
-        if buffer.kind is TensorKind.WORKSPACE:
+        if buffer.id in self._reserved:
             return None
         if buffer.offset is None:
             return Block(self._take(buffer.bytes))

@@ -16,7 +16,7 @@ from .compute import Chance, GpuModel, LayerTensors, Tensors
 from .context import LossPart, StepContext
 from .parts import WeightPart
 from .places import Places
-from .recording import Memory, Region
+from .recording import Memory, Region, SavedTensors
 from .roles import Roles, find_roles
 from .storage import StorageTracker
 
@@ -82,7 +82,7 @@ class Calculations:
             tensors = self._layer_tensors(roles)
             if (roles.layers, roles.samples) in self._recorded:
                 context.recordings[roles.layers, roles.samples] = self._gpu_models[gpu].record(
-                    roles.layers, inputs, tensors, chance, emit, self._memory(roles)
+                    roles.layers, inputs, tensors, chance, emit, SavedTensors(self._memory(roles), self._kept(roles))
                 )
             else:
                 self._gpu_models[gpu].forward(roles.layers, inputs, tensors, chance, emit, first_time=first_time)
@@ -154,7 +154,7 @@ class Calculations:
             queue.compute(work)
             return
         roles, gpu = self._roles[task.id], _gpu(task)
-        allowed = roles.workspace_bytes + _SCALARS_BYTES
+        allowed = roles.workspace_bytes + self._kept(roles) + _SCALARS_BYTES
 
         def measured() -> None:
             # Not what the device's allocator counts: other lanes take memory too, and libraries keep some for good.
@@ -209,10 +209,16 @@ class Calculations:
         regions = {
             Region.WEIGHTS: next(iter(roles.weights.values()), None),  # what is recorded has them in one buffer
             Region.BUFFERS: roles.buffers,
-            Region.SAVED: roles.saved,
+            Region.SAVED: None if self._kept(roles) else roles.saved,
             **dict(zip((Region.INPUT, Region.LABELS), roles.inputs, strict=False)),
         }
         return {region: self._places.block(number).bytes for region, number in regions.items() if number is not None}
+
+    def _kept(self, roles: Roles) -> int:
+        """Bytes of what autograd saves where it is, as it does not move before its backward."""
+        if roles.saved is None or not self._places.is_reserved(roles.saved):
+            return 0
+        return self._buffers[roles.saved].bytes
 
     def _layer_tensors(self, roles: Roles) -> dict[int, LayerTensors]:
         return {

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..errors import ModelError
 from ..models.layers import LayerModel, LayerSpec, takes_gradient
 from .parts import WeightPart, input_part
-from .recording import Memory, Recording, SavedTensors, add_gradients, edges_of
+from .recording import Recording, SavedTensors, add_gradients, edges_of
 
 Tensors = tuple[Tensor, ...]
 """What passes from one layer to the next."""
@@ -73,6 +73,7 @@ class GpuModel:
     def __init__(self, model: LayerModel) -> None:
         self._specs = model.layers
         self._layers = [_Skeleton(layer) for layer in model.layers]
+        self._checked: set[range] = set()  # of recordings
 
     def forward(
         self,
@@ -102,18 +103,21 @@ class GpuModel:
         tensors: Mapping[int, LayerTensors],
         chance: Chance,
         emit: Callable[[int, Tensors], None],
-        memory: Memory,
+        saved: SavedTensors,
     ) -> Recording:
-        """Run layers with recording, as :meth:`forward` does without; what autograd saves goes into ``memory``."""
+        """Run layers with recording, as :meth:`forward` does without; what autograd saves goes into ``saved``."""
         x, wanted = self._leaves(layers[0], inputs)
-        saved = SavedTensors(memory)
         with torch.enable_grad(), saved.hooks(), untouched(chance.generator):
             y = self._own_input(layers[0], x)
             for layer in layers:
                 y = self._call(layer, (*y, *self._labels(layer, inputs)), tensors, chance, keep_buffers=True)
                 emit(layer + 1, tuple(value.detach() for value in y))
         leaves = {(layer, name): weight for layer in layers for name, weight in tensors[layer].weights.items()}
-        return Recording(saved, wanted, self.taking(layers[-1], y), leaves)
+        recording = Recording(saved, wanted, self.taking(layers[-1], y), leaves)
+        if layers not in self._checked:  # what its functions keep does not change from one microbatch to the next
+            recording.check()
+            self._checked.add(layers)
+        return recording
 
     def saves_output(self, layer: int, inputs: Sequence[Tensor], tensors: LayerTensors, chance: Chance) -> bool:
         """Whether autograd keeps a layer's output for its backward."""

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from sim.schedule import Buffer, Schedule, TensorKind
+from sim.schedule import Buffer, Schedule, TaskKind, TensorKind
 
 from ..devices.facade import Devices
 from ..errors import NeverFreed
@@ -30,8 +30,9 @@ class Places:
         self.shards = shards
         self.records = Records(model)
         self._model, self._devices = model, devices
+        self._reserved = _reserved(schedule)
         self._arenas = [
-            Arena(gpu, schedule.buffers, cap, partial(devices.gpu_bytes, gpu))
+            Arena(gpu, schedule.buffers, cap, partial(devices.gpu_bytes, gpu), self._reserved)
             for gpu, cap in enumerate(schedule.memory.gpu_cap_bytes)
         ]
         self._host: dict[int, Block] = {}
@@ -71,6 +72,10 @@ class Places:
         buffer = self.buffers[number]
         return self._host[number] if buffer.gpu is None else self._arenas[buffer.gpu].block(buffer)
 
+    def is_reserved(self, number: int) -> bool:
+        """Whether a buffer of a GPU is a reservation, for what autograd allocates itself."""
+        return number in self._reserved
+
     def check_empty(self) -> None:
         """After a step nothing may be left, neither on the GPUs nor in the host. Raises NeverFreed."""
         left = sorted([*self._host, *(number for arena in self._arenas for number in arena.held())])
@@ -100,6 +105,19 @@ class Places:
         self._host.clear()
         for arena in self._arenas:
             arena.clear()
+
+
+def _reserved(schedule: Schedule) -> frozenset[int]:
+    """Workspaces, and counted buffers of what autograd saved that no task copies elsewhere."""
+    calculations = {TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD}
+    moved = {
+        number for task in schedule.tasks if task.kind not in calculations for number in (*task.reads, *task.writes)
+    }
+    return frozenset(
+        buffer.id
+        for buffer in schedule.buffers
+        if buffer.kind is TensorKind.WORKSPACE or (buffer.is_saved and buffer.offset is None and buffer.id not in moved)
+    )
 
 
 def _sample_bytes(schedule: Schedule) -> dict[int, int]:

@@ -5,6 +5,8 @@
     in between     the buffers may leave the GPU and come in again elsewhere; the graph holds no memory
     backward task  each place is looked up in the buffers that the task has then
 
+A ``saved`` buffer that does not move in between is only a reservation: what would be copied into it stays where it is.
+
 Needs no recompute: the graph is the one that the forward made.
 """
 
@@ -71,48 +73,64 @@ class _Room:
         return self._bottom - size
 
 
-class SavedTensors:
-    """What autograd saves while :meth:`hooks` are on; ``memory`` is where the task's buffers are at the moment."""
+class _Kept(NamedTuple):
+    """A saved tensor that stays where it is, and its version then."""
 
-    def __init__(self, memory: Memory) -> None:
+    tensor: Tensor
+    version: int
+
+
+class SavedTensors:
+    """What autograd saves while :meth:`hooks` are on; ``memory`` is where the task's buffers are at the moment. Without
+    a region ``SAVED``, up to ``kept_bytes`` of what lies in no region stay where they are."""
+
+    def __init__(self, memory: Memory, kept_bytes: int = 0) -> None:
         self.memory = memory
-        self._room = _Room(memory[Region.SAVED].nbytes if Region.SAVED in memory else 0)
+        self._moves = Region.SAVED in memory
+        self._room_bytes = memory[Region.SAVED].nbytes if self._moves else kept_bytes
+        self._room = _Room(self._room_bytes)
         self._copies: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def hooks(self) -> AbstractContextManager[Any]:
         """While this context lasts, autograd saves here; what it saved then stays here."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> _Place | Tensor:
+    def _pack(self, tensor: Tensor) -> _Place | _Kept:
         if not tensor.numel():
-            return tensor
+            return _kept(tensor)
         storage = tensor.untyped_storage()
         for region, block in self.memory.items():
             offset = tensor.data_ptr() - block.data_ptr()
             if storage._cdata == block.untyped_storage()._cdata and 0 <= offset < block.nbytes:
                 return _place(region, offset, tensor)
-        return _place(Region.SAVED, self._copy(storage, tensor) + _bytes_before(tensor), tensor)
+        offset = self._offset(storage, tensor)
+        return _place(Region.SAVED, offset + _bytes_before(tensor), tensor) if self._moves else _kept(tensor)
 
-    def _copy(self, storage: torch.UntypedStorage, tensor: Tensor) -> int:
-        """Copy a storage into the region, unless it is there; its offset."""
+    def _offset(self, storage: torch.UntypedStorage, tensor: Tensor) -> int:
+        """Where a storage has its place in the region; it is copied there, if it is to move."""
         known = self._copies.get(storage._cdata)
         if known and known[0]() is not None:  # the address may be another storage's by now
             return known[1]
         offset = self._room.take(storage.nbytes(), tensor.element_size())
         if offset is None:
-            room = self.memory[Region.SAVED].nbytes if Region.SAVED in self.memory else 0
             raise DifferentModel(
-                f"autograd saves more than the {room} B that the schedule keeps for it; profile this model with these "
-                "batches and plan again"
+                f"autograd saves more than the {self._room_bytes} B that the schedule keeps for it; profile this model "
+                "with these batches and plan again"
             )
-        everything = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        self.memory[Region.SAVED][offset : offset + storage.nbytes()].copy_(everything)
+        if self._moves:
+            everything = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            self.memory[Region.SAVED][offset : offset + storage.nbytes()].copy_(everything)
         self._copies[storage._cdata] = weakref.ref(storage), offset
         return offset
 
-    def _unpack(self, packed: _Place | Tensor) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+    def _unpack(self, packed: _Place | _Kept) -> Tensor:
+        if isinstance(packed, _Kept):
+            if packed.tensor._version != packed.version:
+                raise ModelError(
+                    f"a layer changed a tensor of shape {list(packed.tensor.shape)} in place that backward needs; "
+                    "autograd would refuse that too: let the layer make a new one"
+                )
+            return packed.tensor
         region, offset, dtype, shape, stride = packed
         extent = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
         bytes = self.memory[region][offset : offset + extent * dtype.itemsize]
@@ -137,6 +155,9 @@ class Recording:
         self._saved, self._x, self._leaves = saved, x, leaves
         self._like = [output.detach().new_empty(0) for output in outputs]
         self._edges = edges_of(outputs)
+
+    def check(self) -> None:
+        """Raises ModelError for a function that keeps tensors out of the hooks' sight: their memory may be reused."""
         _check_nodes([edge.node for edge in self._edges if edge is not None])
 
     def backward(
@@ -175,6 +196,11 @@ def add_gradients(
             leaf.grad = None
 
 
+def _kept(tensor: Tensor) -> _Kept:
+    # Detached, as an output that its own function saves would keep that alive.
+    return _Kept(tensor.detach(), tensor._version)
+
+
 def _place(region: Hashable, offset: int, tensor: Tensor) -> _Place:
     return _Place(region, offset, tensor.dtype, tensor.shape, tensor.stride())
 
@@ -184,7 +210,6 @@ def _bytes_before(tensor: Tensor) -> int:
 
 
 def _check_nodes(roots: Sequence[Node]) -> None:
-    """Raises ModelError for a function that keeps tensors out of the hooks' sight: their memory may be used again."""
     seen, waiting = set(roots), list(roots)
     while waiting:
         node = waiting.pop()

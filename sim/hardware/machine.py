@@ -144,11 +144,12 @@ class Interconnect(_Value, frozen=True):
 class Emulation(_Value, frozen=True):
     """How the emulator plays this machine on a CPU; nobody else reads it and calibration never changes it.
 
-    ``pace``: a task lasts this multiple of the CPU time it really used. The rates (bytes/s) are nominal: copies are
-    throttled to them, and what they then reach is measured. ``links`` gives one for every link of the machine, by name.
+    ``pace``: a task lasts this multiple of the CPU time it really used; at 0 it takes as long as it takes. The rates
+    (bytes/s) are nominal: copies are throttled to them, and what they then reach is measured. ``links`` gives one for
+    every link of the machine, by name.
     """
 
-    pace: Annotated[float, msgspec.Meta(ge=1)]
+    pace: Annotated[float, msgspec.Meta(ge=0)]
     gpu_bandwidth: Rate
     p2p_bandwidth: Rate | None = None
     links: dict[str, Rate] = {}

@@ -89,7 +89,7 @@ def test_a_workspace_takes_its_place_but_no_memory() -> None:
         taken.append(size)
         return take(size)
 
-    arena = Arena(0, [space, other], 100, count)
+    arena = Arena(0, [space, other], 100, count, {space.id})
     assert taken == [40]
     arena.allocate(space)
     with pytest.raises(OutOfArena, match="buffer 0 lies at 0-60"):

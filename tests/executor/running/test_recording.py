@@ -140,7 +140,7 @@ def test_functions_that_hide_tensors_from_autograd_are_refused() -> None:
     saved = SavedTensors({})
     output: Tensor = _Hoarder.apply(x)  # type: ignore[no-untyped-call]
     with pytest.raises(ModelError, match=r"_Hoarder.* keeps a tensor .*save_for_backward"):
-        Recording(saved, [x], [output], {})
+        Recording(saved, [x], [output], {}).check()
 
 
 def test_a_trace_says_which_layers_need_their_own_output() -> None:
@@ -148,3 +148,26 @@ def test_a_trace_says_which_layers_need_their_own_output() -> None:
     workload = Workload("mixed", nn.Sequential(*layers).double(), nn.functional.cross_entropy, made.vectors())
     trace = trace_of(workload, gradient_step)
     assert [layer.saves_output for layer in trace.layers] == [False, True, False, True, False, True, False]
+
+
+class TestWhatStays:
+    def test_what_no_task_moves_is_not_copied(self) -> None:
+        x = torch.randn(3, 4, requires_grad=True)
+        saved = SavedTensors({}, kept_bytes=3 * 4 * 4)
+        with saved.hooks():
+            y = x.detach().exp().requires_grad_().exp()
+        assert [node.data_ptr() for node in [y.grad_fn._saved_result]] == [y.data_ptr()]
+
+    def test_more_than_is_reserved_is_an_error(self) -> None:
+        saved = SavedTensors({}, kept_bytes=3 * 4 * 4 - 1)
+        with saved.hooks(), pytest.raises(DifferentModel, match="more than the 47 B"):
+            torch.randn(3, 4, requires_grad=True).exp()
+
+    def test_a_change_in_place_is_noticed(self) -> None:
+        saved = SavedTensors({}, kept_bytes=1000)
+        with saved.hooks():
+            y = torch.randn(3, 4, requires_grad=True).exp()
+        with torch.no_grad():
+            y.add_(1)
+        with pytest.raises(ModelError, match=r"shape \[3, 4\] in place"):
+            y.sum().backward()

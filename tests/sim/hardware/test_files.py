@@ -154,7 +154,7 @@ def test_a_name_in_the_file_goes_before_the_files_name(path: Path) -> None:
         ('["1 MiB", 1]', '"1 MiB"', "[[gpus]] 2: efficiency: '1 MiB' is not a size and a share"),
         ('["1 MiB", 1]', '["1 Mio", 1]', "[[gpus]] 2: efficiency: '1 Mio' is not a size"),
         ('[["1 MB", 0.5]]', "0.5", "[[nvlinks]] 1: efficiency: 0.5 is not a size and a share"),
-        ("pace = 4", "pace = 0.5", "[emulation]: pace: 0.5 is not a number of at least 1"),
+        ("pace = 4", "pace = 0.5", "[emulation]: pace: 0.5 is not a number of at least 1 (or 0, unpaced)"),
         ("p2p = false", 'p2p = "no"', "[[gpus]] 2: p2p: 'no' is not true or false"),
         ('name = "RTX"', "name = 3090", "[[gpus]] 2: name: 3090 is not text; put it in quotes"),
         ("gpus = [0, 1]", "gpus = [0]", "[[nvlinks]] 1: gpus: [0] is not a pair of GPU numbers"),
@@ -310,7 +310,7 @@ def machines(draw: st.DrawFn) -> Machine:
     pairs = [(a, b) for a in range(len(gpus)) for b in range(a)]
     joined = draw(st.lists(st.sampled_from(pairs), unique=True, max_size=3)) if pairs else []
     emulation = Emulation(
-        pace=draw(st.floats(1, 100)),
+        pace=draw(st.just(0.0) | st.floats(1, 100)),
         gpu_bandwidth=draw(RATES),
         p2p_bandwidth=draw(st.none() | RATES),
         links={name: draw(RATES) for name in names},
