@@ -7,6 +7,7 @@
 ``measuring/``  ``profile``: a workload → a Trace; ``calibrate``: a described Machine → a measured one
 ``devices/``    the façade (queues and marks), emulated GPUs with their shared links, CUDA
 ``running/``    ``run``: a Schedule, a workload and a machine → a measured Timeline
+``training/``   ``Trainer``: a model trained by a schedule, in a loop of one's own
 ==============  ========================================================================================
 """
 
@@ -15,5 +16,6 @@ from .measuring.calibrate import calibrate
 from .measuring.profile import profile
 from .models.workloads import Workload, load_workload
 from .running.run import RunResult, run
+from .training.trainer import Trainer
 
-__all__ = ["DeviceKind", "RunResult", "Workload", "calibrate", "load_workload", "profile", "run"]
+__all__ = ["DeviceKind", "RunResult", "Trainer", "Workload", "calibrate", "load_workload", "profile", "run"]

@@ -20,7 +20,7 @@ HEAVY = ("torch", "transformers", "pandas", "pyarrow", "numpy", "simpy", "matplo
 # The one place of `sim` that may know the executor (and only when a command that needs it is called) ...
 COMMAND_LINE = frozenset({"sim/cli/runs.py"})
 # ... and the places of the executor that may use the simulator's engine and search.
-USES_ENGINE = frozenset({"executor/commands.py", "executor/demo.py"})
+USES_ENGINE = frozenset({"executor/commands.py", "executor/demo.py", "executor/training/automatic.py"})
 
 
 def sources(package: str) -> list[Path]:

@@ -1,6 +1,7 @@
 """One schedule at work, from the top down::
 
 run.py           a Schedule, a workload and a machine → a measured Timeline
+opening.py       a machine's memory and devices for it; measured.py its times as a Timeline
 session.py       trains step by step: each task goes to whoever carries it out
 lanes.py         a thread for every busy lane; waiting, failing, stopping
 calculations.py  forward and backward tasks           ← roles.py, context.py, compute.py, recording.py, parts.py

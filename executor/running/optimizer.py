@@ -9,7 +9,7 @@ schedule, and the rest (a step count, say) stays here.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +52,16 @@ class PackOptimizer:
             self._group_of.update((parameter, index) for parameter in group["params"])
             for parameter in group["params"][:1]:
                 self._state_of(parameter)
+
+    def like(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """An optimizer of the same class and options, without state, over other parameters, all with the options of the
+        first group. Those of the optimizer itself keep theirs, and others are left out beside them."""
+        groups: dict[int, list[Tensor]] = {}
+        given = list(parameters)
+        own = [parameter for parameter in given if parameter in self._group_of]
+        for parameter in own or given:
+            groups.setdefault(self._group_of.get(parameter, 0), []).append(parameter)
+        return self._shadow(groups, defaultdict(dict))
 
     def check_shards(self) -> None:
         """Raises OptimizerError unless each element is updated by itself, as updates of shards need."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from sim.schedule import Buffer, Schedule, TaskKind, TensorKind
@@ -51,6 +52,22 @@ class Places:
     def replica(self, gpu: int | None) -> int:
         """Which home that is."""
         return 0 if self.shares_home or gpu is None else gpu
+
+    def copy_home(self) -> None:
+        """Give every home the weights and buffers of the model's own."""
+        for kind in (TensorKind.WEIGHT, TensorKind.BUFFER):
+            for target, source in self._beside_own(kind, self.homes[1:]):
+                target.copy_(source)
+
+    def homes_agree(self) -> bool:
+        """Whether the other homes have the weights of the model's own (they agree with each other)."""
+        return all(torch.equal(*pair) for pair in self._beside_own(TensorKind.WEIGHT, self.homes[1:2]))
+
+    def _beside_own(self, kind: TensorKind, homes: Sequence[Home]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes of some homes, and those of the model's own home that correspond."""
+        for home in homes:
+            for layer in range(len(self._model)):
+                yield from zip(home.read(kind, layer), self.homes[0].read(kind, layer), strict=True)
 
     def allocate(self, number: int) -> int:
         """Take a buffer's memory; its bytes. Raises OutOfArena where the schedule breaks its own plan."""

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import attrgetter
 
-import torch
-from msgspec.structs import replace
-
-from sim.errors import DoesNotFit
 from sim.hardware.machine import Machine
 from sim.schedule import Schedule
-from sim.timelines.critical_path import critical_path
-from sim.timelines.replay import in_sequence
-from sim.timelines.timeline import Timeline, TimelineInfo
+from sim.timelines.timeline import Timeline
 
-from ..devices.facade import DeviceKind, Overruns, open_devices
+from ..devices.facade import DeviceKind, Overruns
 from ..models.workloads import Workload, adam
 from ..reporting import Progress, silent
+from .measured import measured_timeline
+from .opening import open_session
 from .optimizer import OptimizerFactory
-from .session import Session
 
 
 @dataclass(frozen=True)
@@ -55,10 +49,8 @@ def run(
     Raises DoesNotFit if the schedule needs more memory than the machine has, DifferentModel if it was made for another
     model, DeviceError if the devices are not there, TaskFailed if a task fails.
     """
-    _check_memory(schedule, machine)
     model = workload.layers(schedule.plan.minibatch)
-    devices = open_devices(device, machine)
-    session = Session(schedule, model, optimizer(workload.model.parameters()), devices, seed=seed)
+    session = open_session(schedule, model, optimizer(workload.model.parameters()), machine, device, seed=seed)
     overlapping = steps if schedule.plan.overlap_steps and steps > 1 else 0
     alone = warmup_steps + (1 if overlapping else steps)
     total = alone + overlapping
@@ -77,38 +69,13 @@ def run(
     session.write_home()
     progress(1.0, "ran")
     overruns = session.overruns.since(warmed_up)
-    times = [result.times for result in results]
-    measured = sorted(times[warmup_steps:alone], key=attrgetter("duration_ns"))
-    typical = measured[(len(measured) - 1) // 2]
-    info = replace(
-        TimelineInfo.of(schedule, machine.name, "measured", steps=total, warmup_steps=warmup_steps),
+    timeline = measured_timeline(
+        schedule,
+        machine,
+        device,
+        [result.times for result in results],
+        warmup_steps=warmup_steps,
         overlapping=overlapping,
-        # Recompute is not timed apart from the backward that it is part of.
-        critical_path=replace(
-            critical_path(schedule, typical, lambda task: 0.0, machine),
-            step=next(number for number, each in enumerate(times) if each is typical),
-        ),
-        notes={
-            "device": device.value,
-            "torch": str(torch.__version__),
-            "overruns": overruns.count,
-            "overrun_s": overruns.total_ns / 1e9,
-        },
+        overruns=overruns,
     )
-    runs = [[step] for step in times[:alone]]
-    if overlapping:
-        runs.append(times[alone:])
-    timeline = Timeline.from_times(schedule, info, in_sequence(runs))
     return RunResult(timeline, tuple(result.loss for result in results), overruns)
-
-
-def _check_memory(schedule: Schedule, machine: Machine) -> None:
-    """The machine has what the plan takes. (GPUs that are missing are the devices' matter.)"""
-    memory, layers = schedule.memory, (0, schedule.layers - 1)
-    what = f"the buffers of {schedule.plan.policy.value}"
-    for gpu, (peak, spec) in enumerate(zip(memory.gpu_peak_bytes, machine.gpus, strict=False)):
-        if peak > spec.usable_bytes:
-            raise DoesNotFit(gpu, layers, what, peak, spec.usable_bytes)
-    host = machine.host.memory_bytes
-    if host is not None and memory.host_peak_bytes > host:
-        raise DoesNotFit(None, layers, "the model's state, data and stash", memory.host_peak_bytes, host)

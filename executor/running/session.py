@@ -127,6 +127,23 @@ class Session:
         """Bring the model and the optimizer's state up to date with what stays on GPUs from step to step."""
         self._transfers[0].residents_home()
 
+    def read_home(self) -> None:
+        """Take over the values that the model and the optimizer have now, wherever copies of them are: in the homes of
+        other GPUs, and on GPUs. What stayed on GPUs and was not brought home is lost."""
+        self._places.copy_home()
+        self._updates.adopt_state()
+        self._transfers[0].load_residents()
+
+    @property
+    def has_residents(self) -> bool:
+        """Whether weights or optimizer state stay on GPUs from step to step."""
+        return any(buffer.resident for buffer in self.schedule.buffers)
+
+    @property
+    def homes_agree(self) -> bool:
+        """Whether all homes have the weights that the model has."""
+        return self._places.homes_agree()
+
     def _runner(self, steps: int) -> LaneRunner:
         if steps not in self._runners:
             unrolled = unroll(self.schedule, steps, self._ties)

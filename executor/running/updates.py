@@ -32,11 +32,32 @@ class Updates:
         updates = schedule.copies(TaskKind.UPDATE)
         sharers = schedule.plan.gpus if any(task.shard is not None for task in updates) else len(places.homes)
         self._states: list[dict[nn.Parameter, State]] = [{} for _ in range(sharers)]
-        self._adopt_state()
+        self.adopt_state()
 
     def update(self, task: Task, queue: Queue) -> None:
         """Update what the task's layers own, on the host from the home gradients, or where it lies on a GPU."""
         queue.compute(lambda: self._update_on_host(task) if task.gpu is None else self._update_on_gpu(task))
+
+    def adopt_state(self) -> None:
+        """Take over what the optimizer keeps (it was loaded, say), where schedules move it."""
+        for layer in range(len(self._model)):
+            if not self._places.layouts[TensorKind.OPTIMIZER_STATE].bytes[layer]:
+                continue
+            for name, named in self._model.owned(layer).items():
+                state = self._optimizer.optimizer.state.get(named.tensor)
+                if not state:
+                    for states in self._states:
+                        states.pop(named.tensor, None)
+                    continue
+                left = dict(state)
+                for owner, entry in self._places.homes[0].views(TensorKind.OPTIMIZER_STATE, layer):
+                    if owner == name:
+                        value = left.pop(entry)
+                        for home in self._places.homes:
+                            home.views(TensorKind.OPTIMIZER_STATE, layer)[owner, entry].copy_(value)
+                for states in self._states:
+                    states[named.tensor] = copy.deepcopy(left)
+            self._show_state(layer, self._states[0])
 
     def _update_on_host(self, task: Task) -> None:
         home = self._places.home(None)
@@ -86,23 +107,6 @@ class Updates:
         for layer, other_key in others:
             total.add_(views(layer)[other_key])
         return total
-
-    def _adopt_state(self) -> None:
-        """Take over what the optimizer already keeps (it was loaded, say), where schedules move it."""
-        for layer in range(len(self._model)):
-            for name, named in self._model.owned(layer).items():
-                state = self._optimizer.optimizer.state.get(named.tensor)
-                if not state or not self._places.layouts[TensorKind.OPTIMIZER_STATE].bytes[layer]:
-                    continue
-                left = dict(state)
-                for owner, entry in self._places.homes[0].views(TensorKind.OPTIMIZER_STATE, layer):
-                    if owner == name:
-                        value = left.pop(entry)
-                        for home in self._places.homes:
-                            home.views(TensorKind.OPTIMIZER_STATE, layer)[owner, entry].copy_(value)
-                for states in self._states:
-                    states[named.tensor] = copy.deepcopy(left)
-            self._show_state(layer, self._states[0])
 
     def _show_state(self, layer: int, states: Mapping[nn.Parameter, State]) -> None:
         """Let the optimizer see the state that lies in the model's own home, and ``states`` that do not move."""

@@ -242,7 +242,7 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> None:
         return free(places, number)
 
     monkeypatch.setattr(Places, "free", spoil_and_free)
-    monkeypatch.setattr("executor.running.run.open_devices", lambda kind, machine: HostileDevices(machine))
+    monkeypatch.setattr("executor.running.opening.open_devices", lambda kind, machine: HostileDevices(machine))
 
 
 @pytest.mark.usefixtures("hostile")
@@ -421,7 +421,7 @@ def break_lane(lane: LaneKey, monkeypatch: pytest.MonkeyPatch) -> None:
             queue = super().queue(key)
             return BrokenQueue(queue) if key == lane else queue
 
-    monkeypatch.setattr("executor.running.run.open_devices", lambda kind, machine: Devices(machine))
+    monkeypatch.setattr("executor.running.opening.open_devices", lambda kind, machine: Devices(machine))
 
 
 @pytest.mark.parametrize(

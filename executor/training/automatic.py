@@ -1,0 +1,75 @@
+"""``"auto"``: from a model, its optimizer and a batch to the best schedule for the machine at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from sim.hardware.machine import Machine
+from sim.plan import Policy
+from sim.planner.search import search
+from sim.schedule import Schedule
+from sim.timelines.timeline import Timeline
+
+from ..devices.facade import DeviceKind
+from ..measuring.profile import default_microbatches, profile
+from ..models.layers import LossFunction
+from ..models.workloads import Workload
+from ..reporting import Progress
+from ..running.optimizer import PackOptimizer
+from .batches import Batch
+from .target import Target
+
+PROFILE_S = 30.0
+MAX_SIMULATED = 60
+"""Plans simulated per policy."""
+HARMONY = (Policy.HARMONY_DP, Policy.HARMONY_PP)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What came of planning. ``predicted`` is None for a schedule that was given."""
+
+    schedule: Schedule
+    machine: Machine
+    predicted: Timeline | None = None
+
+
+def plan_automatically(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    optimizer: Optimizer,
+    batch: Batch,
+    target: Target,
+    policies: Sequence[Policy],
+    progress: Progress,
+) -> Planned:
+    """Calibrate (unless the machine is given), profile with this batch as the minibatch, and search."""
+    machine = target.measured(lambda share, what: progress(0.1 * share, f"calibrating: {what}"))
+    workload = Workload(type(model).__name__, model, loss_fn, lambda samples, _: _pair(batch.first(samples)))
+    trace = profile(
+        workload,
+        microbatches=default_microbatches(batch.samples),
+        optimizer=PackOptimizer(optimizer).like,
+        device=torch.device("cuda" if target.kind is DeviceKind.CUDA else "cpu"),
+        budget_s=PROFILE_S,
+        progress=lambda share, what: progress(0.1 + 0.6 * share, f"profiling: {what}"),
+    )
+    found = search(
+        trace,
+        machine,
+        batch.samples,
+        policies=policies,
+        max_simulated=MAX_SIMULATED,
+        progress=lambda share, what: progress(0.7 + 0.3 * share, f"searching: {what}"),
+    )
+    progress(1.0, "planned")
+    return Planned(found.best.schedule, machine, found.best.timeline)
+
+
+def _pair(batch: Batch) -> tuple[object, torch.Tensor]:
+    return batch.inputs, batch.labels

@@ -1,0 +1,279 @@
+"""Trainer: training a model by a schedule, in a loop of one's own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sim.hardware.machine import Machine
+from sim.plan import Policy
+from sim.schedule import Schedule
+from sim.schedule_files import load_schedule
+from sim.timelines.replay import StepTimes
+from sim.timelines.timeline import Timeline
+from sim.validation.validate import validate
+
+from ..devices.facade import DeviceKind
+from ..errors import DifferentModel, ModelError
+from ..models.inputs import Inputs
+from ..models.layers import LossFunction, decompose
+from ..reporting import on_terminal
+from ..running.measured import measured_timeline
+from ..running.opening import open_session
+from ..running.session import Session, StepResult
+from .automatic import HARMONY, Planned, plan_automatically
+from .batches import Batch, joined
+from .changes import Changes
+from .inference import outputs_of
+from .target import Target
+
+AUTO = "auto"
+"""In place of a schedule: find the best one with the first batch."""
+
+REMEMBERED_STEPS = 10
+"""So many of the last steps are in :meth:`Trainer.timeline`."""
+
+
+class Trainer:
+    """Trains ``model`` with ``loss_fn(outputs, labels)`` and ``optimizer`` as a schedule says.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3))
+    >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> trainer = Trainer(model, torch.nn.functional.cross_entropy, optimizer, "auto", gpus=2)
+    >>> for step in range(3):
+    ...     inputs, labels = torch.randn(16, 8), torch.randint(3, (16,))
+    ...     loss = trainer.step(inputs, labels)
+    >>> trainer.predict(torch.randn(5, 8)).shape
+    torch.Size([5, 3])
+
+    ``model`` is any module that can be cut into layers, or a list of layers. ``schedule`` is a Schedule, the path of
+    its file, or "auto": then the first batch is profiled, and the best schedule of the ``policies`` searched. Planning
+    happens at the first step, or when :meth:`prepare` is called.
+
+    ``machine`` is a machine's value, name or file; without one it is this computer: its CUDA devices, or, without any
+    (or with ``device="emulated"``), emulated ones. ``gpus`` and ``gpu_memory`` (bytes, or such as "9 GB") say how much
+    of it. ``seed`` is where dropout and the like draw from.
+
+    A batch is given as inputs and labels, as a pair of them, or as one dictionary that holds "labels"; inputs are a
+    tensor, a tuple, or a dictionary by names of the model's arguments.
+
+    The model stays the user's own, on the CPU: what it holds is what trains on, so its values, the optimizer's, and
+    learning rates may be changed between steps. Some schedules let weights or optimizer state stay on GPUs: there,
+    ``state_dict()`` of model and optimizer are current, and loading them works, but call :meth:`sync` before you look
+    at parameters themselves or change them; a step that finds them changed without refuses.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[nn.Module],
+        loss_fn: LossFunction,
+        optimizer: Optimizer,
+        schedule: Schedule | str | Path = AUTO,
+        *,
+        machine: Machine | str | Path | None = None,
+        device: DeviceKind | str | None = None,
+        gpus: int | None = None,
+        gpu_memory: int | str | None = None,
+        policies: Sequence[Policy | str] = HARMONY,
+        seed: int = 0,
+    ) -> None:
+        self.model = model if isinstance(model, nn.Module) else nn.Sequential(*model)
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self._target = Target(machine, None if device is None else DeviceKind(device), gpus, gpu_memory)
+        self._policies = [Policy(policy) for policy in policies]
+        self._seed = seed
+        self._given = None if schedule == AUTO else _loaded(schedule)
+        self._planned: Planned | None = None
+        self._session: Session | None = None
+        self._changes: Changes | None = None
+        self._away = False  # what stays on GPUs is newer than what the model and the optimizer hold
+        self._times: deque[StepTimes] = deque(maxlen=REMEMBERED_STEPS)
+        self.steps = 0
+        self.last_step: StepResult | None = None
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    def prepare(self, inputs: Any, labels: Tensor | None = None) -> None:
+        """Plan, and move the model into the host store, with a batch as large as a step's. Steps do it by themselves.
+
+        Raises ModelError for a model that cannot be cut into layers, NothingFits if no plan fits, DifferentModel if the
+        schedule was made for another model or optimizer, DoesNotFit or DeviceError if the machine does not suffice.
+        """
+        self._prepared(Batch.of(inputs, labels))
+
+    def step(self, inputs: Any, labels: Tensor | None = None) -> float:
+        """Train on a minibatch: forward, backward and update. Returns its loss, before the update.
+
+        Raises DifferentModel if it is not as large as the schedule's minibatch, ModelError or OptimizerError if the
+        model or the optimizer changed in a way that no step can follow, TaskFailed when a task fails: then, weights may
+        be updated in part.
+        """
+        return self.step_on([Batch.of(inputs, labels)])
+
+    def step_on(self, batches: Iterable[Any]) -> float:
+        """One :meth:`step` on several batches, which together make up its minibatch (gradient accumulation)."""
+        batch = joined([given if isinstance(given, Batch) else Batch.of(given) for given in batches])
+        session, changes = self._prepared(batch)
+        _check_size(batch, session.schedule)
+        self._take_over(session, changes)
+        self._away = session.has_residents
+        try:
+            result = session.step(batch.inputs, batch.labels)
+        finally:
+            changes.note()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as schedulers of learning rates look for
+        self.steps += 1
+        self.last_step = result
+        self._times.append(result.times)
+        return result.loss
+
+    def sync(self) -> None:
+        """Bring the model and the optimizer up to date with what stays on GPUs; nothing to do for most schedules."""
+        if self._session is not None and self._changes is not None and self._away:
+            self._session.write_home()
+            self._changes.note()
+            self._away = False
+
+    # ---------------------------------------------------------------------------------------------- evaluation
+
+    def predict(self, inputs: Any) -> Tensor:
+        """What the model returns (or its ``logits``) for inputs of any number of samples, in eval mode and without
+        gradients; on the host, so that it need not fit on a GPU. Nothing changes, and nothing is drawn."""
+        self.sync()
+        return outputs_of(self.model, Inputs.of(inputs))
+
+    def evaluate(self, inputs: Any, labels: Tensor | None = None) -> float:
+        """The loss of a batch of any number of samples, as :meth:`predict` makes outputs."""
+        batch = Batch.of(inputs, labels)
+        return self.loss_fn(self.predict(batch.inputs), batch.labels).item()
+
+    # --------------------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's, up to date."""
+        self.sync()
+        return self.model.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        """Load the model's; what trains on."""
+        self.sync()
+        return self.model.load_state_dict(state, strict=strict)
+
+    # --------------------------------------------------------------------------------------------------- plans
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule. With "auto", there is one after the first step or :meth:`prepare`."""
+        return self._plan().schedule if self._given is None else self._given
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that it runs on."""
+        return self._plan().machine
+
+    @property
+    def predicted(self) -> Timeline | None:
+        """The simulated step; None if the schedule was given."""
+        return self._plan().predicted
+
+    def timeline(self) -> Timeline:
+        """The last steps as they were measured, to compare with :attr:`predicted`."""
+        if self._session is None or not self._times:
+            raise ModelError("no step has run yet; call step first")
+        times = list(self._times)
+        return measured_timeline(
+            self.schedule,
+            self.machine,
+            self._target.kind,
+            times,
+            warmup_steps=1 if 1 < len(times) == self.steps else 0,
+            overruns=self._session.overruns,
+        )
+
+    def _plan(self) -> Planned:
+        if self._planned is None:
+            raise ModelError("nothing is planned yet; run a step, or call prepare with a batch")
+        return self._planned
+
+    def _prepared(self, batch: Batch) -> tuple[Session, Changes]:
+        if self._session is None or self._changes is None:
+            self._planned = planned = self._made(batch)
+            layers = decompose(self.model, self.loss_fn, batch.inputs)
+            self._session = open_session(
+                planned.schedule,
+                layers,
+                self.optimizer,
+                planned.machine,
+                self._target.kind,
+                seed=self._seed,
+                first_step=self.steps,
+            )
+            self._changes = Changes(self.model, self.optimizer)
+            if self._session.has_residents:
+                self._sync_before_access()
+        return self._session, self._changes
+
+    def _made(self, batch: Batch) -> Planned:
+        if self._given is not None:
+            _check_size(batch, self._given)
+            return Planned(self._given, self._target.fitting(self._given))
+        with on_terminal() as progress:
+            return plan_automatically(
+                self.model, self.loss_fn, self.optimizer, batch, self._target, self._policies, progress
+            )
+
+    def _take_over(self, session: Session, changes: Changes) -> None:
+        """What the user changed is what trains on."""
+        changes.check()
+        changed = changes.values()
+        if self._away:
+            if changed:
+                raise ModelError(
+                    f"{', '.join(changed[:5])} changed while newer values stayed on GPUs; call sync() of the Trainer "
+                    "before you change them"
+                )
+        elif changed or session.has_residents or not session.homes_agree:
+            session.read_home()
+
+    def _sync_before_access(self) -> None:
+        """States are current when the user asks for them, and known to be old when the user loads others."""
+        trainer = ref(self)
+
+        def sync(*_: Any) -> None:
+            if (own := trainer()) is not None:
+                own.sync()
+
+        for module in self.model.modules():
+            module.register_state_dict_pre_hook(sync)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(sync)  # type: ignore[no-untyped-call]
+        self.optimizer.register_state_dict_pre_hook(sync)
+        self.optimizer.register_load_state_dict_pre_hook(sync)
+
+
+def _loaded(schedule: Schedule | str | Path) -> Schedule:
+    if isinstance(schedule, Schedule):
+        return schedule
+    loaded = load_schedule(schedule)
+    validate(loaded)
+    return loaded
+
+
+def _check_size(batch: Batch, schedule: Schedule) -> None:
+    minibatch = schedule.plan.minibatch
+    if batch.samples < minibatch:
+        raise DifferentModel(
+            f"a step has {batch.samples} samples, the schedule is for minibatches of {minibatch}; give several batches "
+            "that make it up (step_on), and leave out what is left of an epoch: DataLoader(…, drop_last=True)"
+        )
+    if batch.samples > minibatch:
+        raise DifferentModel(
+            f"a step has {batch.samples} samples, the schedule is for minibatches of {minibatch}; give smaller "
+            f"batches, or plan again for {batch.samples}"
+        )
