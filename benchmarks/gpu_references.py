@@ -95,9 +95,14 @@ def _gpt2(width: int, heads: int) -> Kinds:
 
 
 def _bert() -> Workload:
+    """As it was when it was measured: its GELU is five operators, x / 2 · (1 + erf(x / √2)).
+
+    The measured memory shows it: a sample takes 125.8 MB in a block's forward and backward, estimated are 122 MB with
+    these operators and 84 MB with one.
+    """
     options: dict[str, Any] = {
         "num_hidden_layers": 1, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096,
-        "max_position_embeddings": 512, "num_labels": 2,
+        "max_position_embeddings": 512, "num_labels": 2, "hidden_act": "gelu_python",
     }  # fmt: skip
     with torch.device("meta"):
         model = transformer("Bert", "ForSequenceClassification", options)

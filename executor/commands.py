@@ -37,6 +37,7 @@ def measure_trace(
     repeats: int,
     warmups: int,
     budget_s: float,
+    sequence: int | None = None,
     in_parts: bool = False,
     progress: Progress = silent,
 ) -> Trace:
@@ -47,7 +48,7 @@ def measure_trace(
     if device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("there is no CUDA device; profile for emulated GPUs instead (--device cpu)")
     return profile(
-        load_workload(model, values=None),
+        load_workload(model, values=None, sequence=sequence),
         microbatches=microbatches,
         device=torch.device(device),
         warmups=warmups,
@@ -64,6 +65,7 @@ def estimate_trace(
     gpu: str,
     dtype: str,
     microbatches: Sequence[int],
+    sequence: int | None = None,
     host_bandwidth: float | None = None,
     in_parts: bool = False,
     progress: Progress = silent,
@@ -71,7 +73,7 @@ def estimate_trace(
     """What the model that ``model`` names would cost on a GPU that is known by name, whether or not it is here."""
     spec = known_gpu(gpu)
     return estimate(
-        load_workload(model, values=False),
+        load_workload(model, values=False, sequence=sequence),
         spec,
         microbatches=microbatches,
         dtype=dtype,
@@ -81,9 +83,9 @@ def estimate_trace(
     )
 
 
-def layers_of(model: str) -> list[LayerSummary]:
+def layers_of(model: str, *, sequence: int | None = None) -> list[LayerSummary]:
     """The layers of the model that ``model`` names, which needs no memory for its parameters."""
-    return summarize_layers(load_workload(model, values=False))
+    return summarize_layers(load_workload(model, values=False, sequence=sequence))
 
 
 def measure_machine(machine: str | None, *, device: str, progress: Progress = silent) -> Machine:
@@ -106,6 +108,7 @@ def run_schedule(
     device: str,
     steps: int,
     seed: int = 0,
+    sequence: int | None = None,
     progress: Progress = silent,
 ) -> RunResult:
     """Check a schedule file and run it, after one step to warm up, with the model that ``model`` names."""
@@ -113,7 +116,7 @@ def run_schedule(
     validate(checked)
     return run(
         checked,
-        load_workload(model, seed=seed),
+        load_workload(model, seed=seed, sequence=sequence),
         load_machine(machine),
         device=DeviceKind(device),
         steps=steps,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -35,13 +35,28 @@ SEQUENCE = 1024
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
+class Tokens(NamedTuple):
+    """How many tokens a sample has where nothing else is asked for, and how many the model takes at most."""
+
+    usual: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a model is trained for: its loss, and how batches are made; those of text, of so many tokens a sample."""
+
+    loss_fn: LossFunction
+    batches: Callable[..., BatchFunction]
+    tokens: Tokens | None = None
+
+
 @dataclass(frozen=True)
 class Published:
-    """A model by name: how to make it, its loss, and how to make its batches. ``source`` says where sizes are from."""
+    """A model by name: how to make it, and what it is trained for. ``source`` says where sizes are from."""
 
     model: Callable[[], nn.Module]
-    loss_fn: LossFunction
-    batches: Callable[[], BatchFunction]
+    task: Task
     source: str
 
 
@@ -54,9 +69,9 @@ def transformer(family: str, head: str, options: Mapping[str, Any]) -> nn.Module
     return model.train()
 
 
-def _causal(family: str, head: str, sequence: int, source: str, **options: Any) -> Published:
+def _causal(family: str, head: str, tokens: Tokens, source: str, **options: Any) -> Published:
     model = partial(transformer, family, head, {**_NO_TOKENS, **options})
-    return Published(model, next_token_loss, partial(text_batches, sequence), source)
+    return Published(model, Task(next_token_loss, text_batches, tokens), source)
 
 
 def _gpt2(
@@ -70,7 +85,7 @@ def _gpt2(
     dropout: float = 0.1,
 ) -> Published:
     return _causal(
-        "GPT2", "LMHeadModel", sequence, source,
+        "GPT2", "LMHeadModel", Tokens(sequence, sequence), source,
         n_layer=blocks, n_embd=width, n_head=heads, n_positions=sequence, vocab_size=vocabulary,
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
     )  # fmt: skip
@@ -83,11 +98,12 @@ def _bert(blocks: int, source: str) -> Published:
         "max_position_embeddings": sequence, "vocab_size": 30522, "num_labels": classes,
     }  # fmt: skip
     model = partial(transformer, "Bert", "ForSequenceClassification", options)
-    return Published(model, class_loss, partial(labelled_text_batches, sequence, classes), source)
+    batches = partial(labelled_text_batches, classes=classes)
+    return Published(model, Task(class_loss, batches, Tokens(sequence, sequence)), source)
 
 
 def _images(model: Callable[[], nn.Module], source: str) -> Published:
-    return Published(model, class_loss, partial(image_batches, CHANNELS, IMAGE_SIZE, IMAGE_CLASSES), source)
+    return Published(model, Task(class_loss, partial(image_batches, CHANNELS, IMAGE_SIZE, IMAGE_CLASSES)), source)
 
 
 def _mlp(features: int, width: int, hidden_layers: int, classes: int) -> Published:
@@ -96,7 +112,7 @@ def _mlp(features: int, width: int, hidden_layers: int, classes: int) -> Publish
         hidden = [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(widths)]
         return nn.Sequential(*hidden, nn.Linear(width, classes))
 
-    return Published(model, class_loss, partial(vector_batches, features, classes), "ours")
+    return Published(model, Task(class_loss, partial(vector_batches, features, classes)), "ours")
 
 
 _HARMONY = "Harmony's artifact"
@@ -115,7 +131,7 @@ PUBLISHED: dict[str, Published] = {
     "vgg416": _images(partial(vgg, (82, 82, 83, 83, 83)), _HARMONY),
     "resnet1026": _images(partial(resnet, (128, 128, 128, 128)), _HARMONY),
     "llama3.1-8b": _causal(
-        "Llama", "ForCausalLM", SEQUENCE, "meta-llama/Llama-3.1-8B",
+        "Llama", "ForCausalLM", Tokens(SEQUENCE, 131072), "meta-llama/Llama-3.1-8B",
         num_hidden_layers=32, hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
         num_key_value_heads=8, vocab_size=128256, rms_norm_eps=1e-5, max_position_embeddings=131072,
         rope_parameters={
@@ -124,12 +140,12 @@ PUBLISHED: dict[str, Published] = {
         },
     ),
     "qwen3-1.7b": _causal(
-        "Qwen3", "ForCausalLM", SEQUENCE, "Qwen/Qwen3-1.7B", **_QWEN3,
+        "Qwen3", "ForCausalLM", Tokens(SEQUENCE, 40960), "Qwen/Qwen3-1.7B", **_QWEN3,
         num_hidden_layers=28, hidden_size=2048, intermediate_size=6144, num_attention_heads=16,
         tie_word_embeddings=True,
     ),
     "qwen3-32b": _causal(
-        "Qwen3", "ForCausalLM", SEQUENCE, "Qwen/Qwen3-32B", **_QWEN3,
+        "Qwen3", "ForCausalLM", Tokens(SEQUENCE, 40960), "Qwen/Qwen3-32B", **_QWEN3,
         num_hidden_layers=64, hidden_size=5120, intermediate_size=25600, num_attention_heads=64,
         tie_word_embeddings=False,
     ),

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from .data import (
 )
 from .inputs import Inputs
 from .layers import LayerModel, LossFunction, decompose
-from .published import IMAGE_SIZE, PUBLISHED, SEQUENCE
+from .published import IMAGE_SIZE, PUBLISHED, SEQUENCE, Task, Tokens
 
 
 @dataclass(frozen=True)
@@ -79,20 +80,25 @@ def adam(parameters: Any) -> Optimizer:
     return torch.optim.Adam(parameters, lr=3e-4, fused=True)
 
 
-def load_workload(spec: str, *, seed: int = 0, values: bool | None = True) -> Workload:
+def load_workload(spec: str, *, seed: int = 0, values: bool | None = True, sequence: int | None = None) -> Workload:
     """A workload by ``spec``: a name of :data:`PUBLISHED`, ``hf:CONFIG.json`` (a configuration of transformers) or
     ``module:callable``, whose call returns (model, loss_fn, batch_fn(n, seed)).
 
     ``seed`` fixes the initial weights; the global random state is left as it was. Without ``values`` the model has
     shapes but no memory (device ``meta``), unless it is made by the user's code; None: it has values if they fit into
-    this machine's memory. Raises WorkloadError for what cannot
-    be found, is not of that form or has more parameters than this machine has memory.
+    this machine's memory. Samples have ``sequence`` tokens; None: as many as is usual for the model. Raises
+    WorkloadError for what cannot be found, is not of that form, takes no such samples or has more parameters than this
+    machine has memory.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if ":" in spec and not spec.startswith("hf:"):
+            if sequence is not None:
+                raise WorkloadError(
+                    f"{spec}: how long its samples are, its own batch function says; leave sequence out"
+                )
             return _from_user_code(spec)
-        make = _from_configuration(spec) if spec.startswith("hf:") else _published(spec)
+        make = (_from_configuration if spec.startswith("hf:") else _published)(spec, sequence)
         with torch.device("meta"):
             shapes = make()
         needed, there = _bytes_of(shapes.model), _memory_bytes()
@@ -108,14 +114,27 @@ def load_workload(spec: str, *, seed: int = 0, values: bool | None = True) -> Wo
         return make()
 
 
-def _published(name: str) -> Callable[[], Workload]:
+def _published(name: str, sequence: int | None) -> Callable[[], Workload]:
     published = PUBLISHED.get(name)
     if published is None:
         raise WorkloadError(
             f"there is no model {name!r}{_did_you_mean(name, PUBLISHED)}; built in are {', '.join(PUBLISHED)}. "
             "Or give hf:CONFIG.json, or module:callable"
         )
-    return lambda: Workload(name, published.model(), published.loss_fn, published.batches())
+    batches = _batches(name, published.task, sequence)
+    return lambda: Workload(name, published.model(), published.task.loss_fn, batches())
+
+
+def _batches(spec: str, task: Task, sequence: int | None) -> Callable[[], BatchFunction]:
+    """What makes the batch function, of samples with ``sequence`` tokens. Raises WorkloadError if there are no such."""
+    if task.tokens is None:
+        if sequence is not None:
+            raise WorkloadError(f"{spec}: its samples are not made of tokens, so their number cannot be {sequence}")
+        return task.batches
+    tokens = task.tokens.usual if sequence is None else sequence
+    if not 0 < tokens <= task.tokens.most:
+        raise WorkloadError(f"{spec}: samples of {tokens} tokens; it takes 1 to {task.tokens.most}")
+    return partial(task.batches, tokens)
 
 
 def _bytes_of(model: nn.Module) -> int:
@@ -134,38 +153,39 @@ def _did_you_mean(word: str, known: Any) -> str:
 # ------------------------------------------------------------------------------------------------ transformers
 
 
-def _next_tokens(config: Any) -> tuple[LossFunction, BatchFunction]:
-    return next_token_loss, text_batches(_sequence(config))
+def _next_tokens(config: Any) -> Task:
+    return Task(next_token_loss, text_batches, _tokens(config))
 
 
-def _continued(config: Any) -> tuple[LossFunction, BatchFunction]:
-    return next_token_loss, continued_text_batches(_sequence(config))
+def _continued(config: Any) -> Task:
+    return Task(next_token_loss, continued_text_batches, _tokens(config))
 
 
-def _classified_text(config: Any) -> tuple[LossFunction, BatchFunction]:
-    return class_loss, labelled_text_batches(_sequence(config), config.num_labels)
+def _classified_text(config: Any) -> Task:
+    return Task(class_loss, partial(labelled_text_batches, classes=config.num_labels), _tokens(config))
 
 
-def _classified_images(config: Any) -> tuple[LossFunction, BatchFunction]:
+def _classified_images(config: Any) -> Task:
     size = getattr(config, "image_size", IMAGE_SIZE)
-    return class_loss, image_batches(config.num_channels, size, config.num_labels)
+    return Task(class_loss, partial(image_batches, config.num_channels, size, config.num_labels))
 
 
-TASKS: Mapping[str, Callable[[Any], tuple[LossFunction, BatchFunction]]] = {
+TASKS: Mapping[str, Callable[[Any], Task]] = {
     "ForCausalLM": _next_tokens,
     "LMHeadModel": _next_tokens,
     "ForConditionalGeneration": _continued,
     "ForSequenceClassification": _classified_text,
     "ForImageClassification": _classified_images,
 }
-"""What models of transformers are trained for, by the end of their class's name: loss and batches."""
+"""What models of transformers are trained for, by the end of their class's name."""
 
 
-def _sequence(config: Any) -> int:
-    return min(getattr(config, "max_position_embeddings", SEQUENCE), SEQUENCE)
+def _tokens(config: Any) -> Tokens:
+    most = getattr(config, "max_position_embeddings", sys.maxsize)
+    return Tokens(min(most, SEQUENCE), most)
 
 
-def _from_configuration(spec: str) -> Callable[[], Workload]:
+def _from_configuration(spec: str, sequence: int | None) -> Callable[[], Workload]:
     import transformers
 
     options = _configuration(spec)
@@ -192,15 +212,18 @@ def _from_configuration(spec: str) -> Callable[[], Workload]:
             f"{spec}: transformers makes no model of it: {error}. A configuration names its model_type, and in "
             "architectures its class; without that, it must be a causal language model's"
         ) from error
-    task = next((task for end, task in TASKS.items() if make.__name__.endswith(end)), None)
-    if task is None:
+    describe = next((describe for end, describe in TASKS.items() if make.__name__.endswith(end)), None)
+    if describe is None:
         raise WorkloadError(
             f"{spec}: what {make.__name__} is trained for is not known; known are classes that end in "
             f"{', '.join(TASKS)}. Or write module:callable, with a loss and batches of your own"
         )
 
+    task = describe(config)
+    batches = _batches(spec, task, sequence)
+
     def workload() -> Workload:
-        return Workload(spec, make(copy.deepcopy(config)).train(), *task(config))
+        return Workload(spec, make(copy.deepcopy(config)).train(), task.loss_fn, batches())
 
     return workload
 

@@ -95,6 +95,11 @@ Model = Annotated[
     typer.Argument(metavar="MODEL", help="A built-in name, hf:CONFIG.json, or module:callable in your own code."),
 ]
 
+SampleTokens = Annotated[
+    int | None,
+    typer.Option("--sequence", metavar="N", min=1, help="Tokens of a sample; default as is usual for the model."),
+]
+
 Device = Annotated[Literal["emulated", "cuda"], typer.Option("--device", help="What plays the machine's GPUs.")]
 
 _WHAT_IF = "Machine, what if"

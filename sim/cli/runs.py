@@ -10,7 +10,7 @@ import typer
 from traces.schema import Trace
 
 from . import words
-from .options import Device, Json, MachineName, Model, TimelineOutput
+from .options import Device, Json, MachineName, Model, SampleTokens, TimelineOutput
 from .output import Output
 
 commands = typer.Typer()
@@ -40,6 +40,7 @@ def profile(
     microbatch: Annotated[
         Any, typer.Option("--microbatch", metavar="1,2,…", parser=words.counts, help="Microbatch sizes to measure.")
     ] = "1,2,4,8",
+    sequence: SampleTokens = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="At most so many measurements of each time.")] = 9,
     warmups: Annotated[int, typer.Option("--warmups", min=0, help="Measurements before those that count.")] = 1,
     budget: Annotated[float, typer.Option("--budget", metavar="S", help="Seconds to spend, roughly.")] = 60.0,
@@ -57,6 +58,7 @@ def profile(
             model,
             device=device,
             microbatches=microbatch,
+            sequence=sequence,
             repeats=repeats,
             warmups=warmups,
             budget_s=budget,
@@ -74,6 +76,7 @@ def estimate(
     microbatch: Annotated[
         Any, typer.Option("--microbatch", metavar="1,2,…", parser=words.counts, help="Microbatch sizes to estimate.")
     ] = "1,2,4,8",
+    sequence: SampleTokens = None,
     dtype: Annotated[
         Literal["float32", "tf32", "bfloat16", "float16"],
         typer.Option("--dtype", help="Of all tensors; tf32 are float32 that are multiplied in TF32."),
@@ -102,6 +105,7 @@ def estimate(
             gpu=gpu,
             dtype=dtype,
             microbatches=microbatch,
+            sequence=sequence,
             host_bandwidth=host_bandwidth,
             in_parts=split,
             progress=progress,
@@ -122,7 +126,7 @@ def _write_trace(out: Output, trace: Trace, output: Path) -> None:
 
 
 @commands.command(epilog="Example: harmony layers gpt2-100b")
-def layers(model: Model, as_json: Json = False) -> None:
+def layers(model: Model, sequence: SampleTokens = None, as_json: Json = False) -> None:
     """How a model is cut into layers. Built-in models and configurations need no memory for their parameters."""
     from dataclasses import asdict
 
@@ -130,7 +134,7 @@ def layers(model: Model, as_json: Json = False) -> None:
 
     from .tables import layer_table
 
-    rows = [asdict(row) for row in layers_of(model)]
+    rows = [asdict(row) for row in layers_of(model, sequence=sequence)]
     Output(as_json).result(rows, layer_table(model, rows))
 
 
@@ -170,6 +174,7 @@ def run(
         typer.Option("--steps", min=1, help="Steps to measure, after one to warm up (if they overlap, and one alone)."),
     ] = 3,
     seed: Annotated[int, typer.Option("--seed", help="Fixes weights, data and chance.")] = 0,
+    sequence: SampleTokens = None,
     output: TimelineOutput = None,
     as_json: Json = False,
 ) -> None:
@@ -181,7 +186,9 @@ def run(
 
     out = Output(as_json, output)
     with out.progress() as progress:
-        ran = run_schedule(schedule, model, machine, device=device, steps=steps, seed=seed, progress=progress)
+        ran = run_schedule(
+            schedule, model, machine, device=device, steps=steps, seed=seed, sequence=sequence, progress=progress
+        )
     out.write(output, ".csv", lambda path: save_timeline(ran.timeline, path))
     summary = ran.timeline.summary()
     out.result(summary | {"losses": list(ran.losses)}, *summary_tables(summary), loss_table(ran.losses))

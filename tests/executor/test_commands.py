@@ -55,6 +55,14 @@ def test_an_estimate_is_a_trace_to_plan_with() -> None:
         "simulate", "t.json", "-m", "4x4090", "--policy", "harmony-dp", "--minibatch", "8", "--u-fwd", "2"
     )
     assert predicted["step_time_s"] > 0
+    longer = json_of(
+        "estimate", "gpt2-demo", "--gpu", "rtx-4090", "--microbatch", "1", "-o", "t.json", "--sequence", "64"
+    )
+    assert [entry["microbatch"] for entry in longer["times"]] == [1]
+    assert load_trace("t.json").label_bytes_per_sample == 64 * 8
+    failed = harmony("estimate", "gpt2-demo", "--gpu", "rtx-4090", "--sequence", "129", "-o", "t.json")
+    assert failed.exit_code == 1
+    assert "it takes 1 to 128" in failed.stderr
     slower = json_of(*words, "--host-bandwidth", "1 GB/s")
     assert slower["update_cpu_s"] == pytest.approx(20.7 * estimated["update_cpu_s"], rel=0.01)
 

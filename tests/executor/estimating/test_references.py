@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gpu_references import BOTH, MEASURED, REFERENCES, Kinds, Reference
+from benchmarks.gpu_references import MEASURED, REFERENCES, Kinds, Reference
 
 WITHIN = 0.15
-EXCEPTIONS = {("bert-large", BOTH, 78): 0.18, ("bert96", BOTH, 78): 0.18}
-"""Where the measured GPU's memory was full, and it was slower still."""
 
 KINDS = {reference.kinds.name: reference.kinds for reference in REFERENCES}
 
@@ -23,7 +21,7 @@ def test_whole_models_take_about_what_was_measured(kinds: Kinds) -> None:
         (reference.name, *timed): f"{error:+.0%}"
         for reference in models
         for timed, error in reference.errors(trace).items()
-        if abs(error) > EXCEPTIONS.get((reference.name, *timed), WITHIN)
+        if abs(error) > WITHIN
     }
     assert not wrong
 

@@ -55,6 +55,25 @@ class TestBuiltIn:
         assert all(torch.equal(first[name], same[name]) for name in first)
         assert not torch.equal(first["0.0.weight"], other["0.0.weight"])
 
+    def test_samples_have_as_many_tokens_as_are_asked_for(self):
+        inputs, labels = load_workload("llama3.1-8b", values=False, sequence=2048).batch(2, 0)
+        assert inputs.shape == labels.shape == (2, 2048)
+        inputs, labels = load_workload("bert-large", values=False, sequence=128).batch(2, 0)
+        assert (inputs.shape, labels.shape) == ((2, 128), (2,))
+
+    @pytest.mark.parametrize(
+        ("model", "sequence", "expected"),
+        [
+            ("gpt2", 1025, "gpt2: samples of 1025 tokens; it takes 1 to 1024"),
+            ("gpt2", 0, "samples of 0 tokens"),
+            ("resnet1026", 128, "resnet1026: its samples are not made of tokens"),
+            ("my_training:make", 128, "its own batch function says"),
+        ],
+    )
+    def test_samples_that_a_model_does_not_take_are_refused(self, model: str, sequence: int, expected: str):
+        with pytest.raises(WorkloadError, match=expected):
+            load_workload(model, values=False, sequence=sequence)
+
     def test_an_unknown_name_names_the_nearest(self):
         with pytest.raises(WorkloadError, match=r"did you mean 'gpt2-xl'.*built in are .*mlp"):
             load_workload("gtp2-xl")
@@ -83,6 +102,12 @@ class TestConfiguration:
         assert inputs.shape == (2, 32)
         assert workload.loss_fn(workload.model(inputs).logits, labels).item() > 0
         assert caplog.text == ""
+
+    def test_has_samples_as_long_as_it_can_take(self, tmp_path: Path):
+        spec = write_configuration(tmp_path, model_type="gpt2", **SMALL)
+        assert load_workload(spec, sequence=8).batch(2, 0)[0].shape == (2, 8)
+        with pytest.raises(WorkloadError, match="samples of 33 tokens; it takes 1 to 32"):
+            load_workload(spec, sequence=33)
 
     def test_keeps_token_ids_inside_the_vocabulary(self, tmp_path: Path):
         spec = write_configuration(tmp_path, model_type="gpt2", bos_token_id=3, eos_token_id=999, **SMALL)
