@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sim.schedule import Schedule, Task, TaskKind, TensorKind
 
 from ..devices.facade import Queue
+from ..errors import OptimizerError
 from ..models.layers import LayerModel
 from .layout import SlotKey
 from .optimizer import Moved, PackOptimizer, State
@@ -52,6 +53,11 @@ class Updates:
                 left = dict(state)
                 for owner, entry in self._places.homes[0].views(TensorKind.OPTIMIZER_STATE, layer):
                     if owner == name:
+                        if entry not in left:
+                            raise OptimizerError(
+                                f"the optimizer's state of {named.qualified} has no {entry!r}, which it keeps when it "
+                                "has updated; load a state that is whole, or none"
+                            )
                         value = left.pop(entry)
                         for home in self._places.homes:
                             home.views(TensorKind.OPTIMIZER_STATE, layer)[owner, entry].copy_(value)

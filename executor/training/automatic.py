@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from sim.hardware.machine import Machine
 from sim.plan import Policy
+from sim.planner.choice import PlanChoice
 from sim.planner.search import search
 from sim.schedule import Schedule
 from sim.timelines.timeline import Timeline
@@ -64,11 +65,17 @@ def plan_automatically(
         machine,
         batch.samples,
         policies=policies,
+        choice=_choice(policies),
         max_simulated=MAX_SIMULATED,
         progress=lambda share, what: progress(0.7 + 0.3 * share, f"searching: {what}"),
     )
     progress(1.0, "planned")
     return Planned(found.best.schedule, machine, found.best.timeline)
+
+
+def _choice(policies: Sequence[Policy]) -> PlanChoice:
+    """A loop ends each step before it begins the next one."""
+    return PlanChoice(overlap_steps=False if any(policy.is_harmony for policy in policies) else None)
 
 
 def _pair(batch: Batch) -> tuple[object, torch.Tensor]:

@@ -1,60 +1,47 @@
 """What the user changes between steps: values are taken over, what a schedule was made for must stay.
 
 Torch counts the changes of a tensor in place (``_version``), and a tensor that got other memory (``x.data = other``)
-lies elsewhere. Changes through ``x.data`` itself are not counted.
+lies elsewhere. Changes through ``x.data`` are not counted, so values are looked at too, in large tensors some of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import ModelError, OptimizerError
+from ..models.layers import LOSS_PREFIX, LossFunction
 
-
-@dataclass(frozen=True, eq=False)
-class _Seen:
-    """A value, and how often it had been changed in place when it was seen. Keeps it, so that no other takes its id."""
-
-    value: Any
-    version: int
-
-    @staticmethod
-    def of(value: Any) -> _Seen:
-        return _Seen(value, value._version if isinstance(value, Tensor) else 0)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Seen):
-            return NotImplemented
-        same = self.value is other.value or (not isinstance(self.value, Tensor) and self.value == other.value)
-        return same and self.version == other.version
+_LOOKED_AT = 4096
+"""Of each tensor, so many values at most, twice."""
 
 
 class Changes:
     """Between :meth:`note`, after a step, and :meth:`check` and :meth:`values`, before the next one."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._modes = _modes(model)
-        self._trained = _trained(model)
-        self._tensors = dict(_tensors(model))
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, optimizer: Optimizer) -> None:
+        self._modules = {"": model, **({LOSS_PREFIX: loss_fn} if isinstance(loss_fn, nn.Module) else {})}
+        self._optimizer = optimizer
+        self._modes, self._trained, self._tensors = self._read_modes(), self._read_trained(), self._read_tensors()
         self._places = {name: tensor.data for name, tensor in self._tensors.items()}
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._groups = self._read_groups()
         self.note()
 
     def note(self) -> None:
         """Everything is as it should be now."""
-        self._versions = {name: tensor._version for name, tensor in self._tensors.items()}
+        self._moved: set[str] = set()
+        self._seen = {name: _Seen.of(tensor) for name, tensor in self._tensors.items()}
         self._state = _state(self._optimizer)
 
     def check(self) -> None:
-        """Raises ModelError or OptimizerError for changes that no schedule can follow. A tensor whose memory was
-        replaced moves back to its place, with its new values."""
-        now = dict(_tensors(self._model))
+        """Raises ModelError or OptimizerError for changes that no schedule can follow. A tensor that got other memory
+        moves back to its place, with its new values."""
+        now = self._read_tensors()
         for name, tensor in self._tensors.items():
             if now.get(name) is not tensor:
                 raise ModelError(
@@ -64,27 +51,26 @@ class Changes:
             self._put_back(name, tensor)
         if added := now.keys() - self._tensors.keys():
             raise ModelError(f"the model has {', '.join(sorted(added))} since training was planned; make a new Trainer")
-        for what, before, after in (
-            ("training", self._modes, _modes(self._model)),
-            ("requires_grad", self._trained, _trained(self._model)),
-        ):
-            if before != after:
-                name = next(name for name in before if before[name] != after.get(name))
-                raise ModelError(
-                    f"{name or 'the model'} has {what}={after.get(name)} now and had {before[name]} when training was "
-                    f"planned; set it back ({'model.train()' if what == 'training' else 'requires_grad_'}), or make a "
-                    "new Trainer"
-                )
-        groups = [group["params"] for group in self._optimizer.param_groups]
-        if not _same(groups, self._groups):
+        _check_same("training", self._modes, self._read_modes(), "train() or eval() of the model")
+        _check_same("requires_grad", self._trained, self._read_trained(), "requires_grad_")
+        if self._read_groups() != self._groups:
             raise OptimizerError(
                 f"{type(self._optimizer).__name__} has other parameters or groups than when training was planned; make "
                 "a new Trainer"
             )
+        if self._optimizer._optimizer_step_pre_hooks or self._optimizer._optimizer_step_post_hooks:
+            raise OptimizerError(
+                f"{type(self._optimizer).__name__} has hooks of its steps, which would not run, as it updates layer by "
+                "layer; remove them"
+            )
 
     def values(self) -> list[str]:
         """Names of what has other values: of the model's tensors, and ``optimizer state``."""
-        changed = [name for name, tensor in self._tensors.items() if tensor._version != self._versions[name]]
+        changed = [
+            name
+            for name, tensor in self._tensors.items()
+            if name in self._moved or _Seen.of(tensor) != self._seen[name]
+        ]
         return changed + (["optimizer state"] if _state(self._optimizer) != self._state else [])
 
     def _put_back(self, name: str, tensor: Tensor) -> None:
@@ -98,20 +84,50 @@ class Changes:
             )
         place.copy_(tensor.data)
         tensor.data = place
-        self._versions[name] = -1
+        self._moved.add(name)
+
+    def _read_tensors(self) -> dict[str, Tensor]:
+        named: dict[str, Tensor] = {}
+        for prefix, module in self._modules.items():
+            named.update(module.named_parameters(prefix))
+            named.update(module.named_buffers(prefix))
+        return named
+
+    def _read_modes(self) -> dict[str, bool]:
+        modules = self._modules.items()
+        return {name: each.training for prefix, module in modules for name, each in module.named_modules(prefix=prefix)}
+
+    def _read_trained(self) -> dict[str, bool]:
+        return {name: parameter.requires_grad for name, parameter in self._modules[""].named_parameters()}
+
+    def _read_groups(self) -> list[list[int]]:
+        return [[id(parameter) for parameter in group["params"]] for group in self._optimizer.param_groups]
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """A value as it was seen. Keeps it, so that no other takes its id."""
+
+    value: Any
+    version: int
+    looks: Tensor | None
+
+    @staticmethod
+    def of(value: Any) -> _Seen:
+        return _Seen(value, value._version, _looks(value)) if isinstance(value, Tensor) else _Seen(value, 0, None)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Seen):
+            return NotImplemented
+        if self.looks is None or other.looks is None:
+            return self.looks is other.looks and bool(self.value == other.value)
+        return self.value is other.value and self.version == other.version and torch.equal(self.looks, other.looks)
 
 
-def _modes(model: nn.Module) -> dict[str, bool]:
-    return {name: module.training for name, module in model.named_modules()}
-
-
-def _trained(model: nn.Module) -> dict[str, bool]:
-    return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+def _looks(tensor: Tensor) -> Tensor:
+    """Bytes of some values (NaN equals itself, then)."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // _LOOKED_AT)].clone().view(torch.uint8)
 
 
 def _state(optimizer: Optimizer) -> dict[Any, dict[str, _Seen]]:
@@ -121,5 +137,10 @@ def _state(optimizer: Optimizer) -> dict[Any, dict[str, _Seen]]:
     }
 
 
-def _same(groups: list[list[nn.Parameter]], others: list[list[nn.Parameter]]) -> bool:
-    return [[id(each) for each in group] for group in groups] == [[id(each) for each in group] for group in others]
+def _check_same(what: str, before: Mapping[str, bool], after: Mapping[str, bool], setter: str) -> None:
+    for name, was in before.items():
+        if after.get(name) is not was:
+            raise ModelError(
+                f"{name or 'the model'} has {what}={after.get(name)} now and had {was} when training was planned; set "
+                f"it back ({setter}), or make a new Trainer"
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from sim.hardware.files import load_machine
@@ -68,4 +69,4 @@ class Target:
             machine = machine.with_gpus(schedule.plan.gpus)
         if self.gpu_memory is None and self.kind is DeviceKind.EMULATED:
             machine = machine.with_usable_memory(max(schedule.memory.gpu_cap_bytes))
-        return machine
+        return machine.with_host_memory(psutil.virtual_memory().total)

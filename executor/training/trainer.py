@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -30,7 +31,7 @@ from ..running.session import Session, StepResult
 from .automatic import HARMONY, Planned, plan_automatically
 from .batches import Batch, joined
 from .changes import Changes
-from .inference import outputs_of
+from .inference import outputs_by_layer, outputs_on_host
 from .target import Target
 
 AUTO = "auto"
@@ -119,6 +120,11 @@ class Trainer:
 
     def step_on(self, batches: Iterable[Any]) -> float:
         """One :meth:`step` on several batches, which together make up its minibatch (gradient accumulation)."""
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise ModelError(
+                "autocast is on, which does not reach the devices of a schedule; leave it, and give the model the "
+                "dtype that it is to compute in"
+            )
         batch = joined([given if isinstance(given, Batch) else Batch.of(given) for given in batches])
         session, changes = self._prepared(batch)
         _check_size(batch, session.schedule)
@@ -143,16 +149,24 @@ class Trainer:
 
     # ---------------------------------------------------------------------------------------------- evaluation
 
-    def predict(self, inputs: Any) -> Tensor:
+    def predict(self, inputs: Any, *, on_host: bool = False) -> Tensor:
         """What the model returns (or its ``logits``) for inputs of any number of samples, in eval mode and without
-        gradients; on the host, so that it need not fit on a GPU. Nothing changes, and nothing is drawn."""
-        self.sync()
-        return outputs_of(self.model, Inputs.of(inputs))
+        gradients. Nothing changes, and nothing is drawn.
 
-    def evaluate(self, inputs: Any, labels: Tensor | None = None) -> float:
+        Runs on the host, where emulated GPUs compute too; with CUDA, layer by layer through the memory that the
+        schedule leaves on GPU 0, but for ``on_host``.
+        """
+        self.sync()
+        given = Inputs.of(inputs)
+        if on_host or self._target.kind is DeviceKind.EMULATED:
+            return outputs_on_host(self.model, given)
+        return outputs_by_layer(self.model, self.loss_fn, given, torch.device("cuda", 0))
+
+    def evaluate(self, inputs: Any, labels: Tensor | None = None, *, on_host: bool = False) -> float:
         """The loss of a batch of any number of samples, as :meth:`predict` makes outputs."""
         batch = Batch.of(inputs, labels)
-        return self.loss_fn(self.predict(batch.inputs), batch.labels).item()
+        outputs = self.predict(batch.inputs, on_host=on_host)
+        return self.loss_fn(outputs, batch.labels).item()
 
     # --------------------------------------------------------------------------------------------------- state
 
@@ -215,7 +229,7 @@ class Trainer:
                 seed=self._seed,
                 first_step=self.steps,
             )
-            self._changes = Changes(self.model, self.optimizer)
+            self._changes = Changes(self.model, self.loss_fn, self.optimizer)
             if self._session.has_residents:
                 self._sync_before_access()
         return self._session, self._changes

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import doctest
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,9 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import executor.training.trainer
 from executor import Trainer
 from executor.errors import DifferentModel, ModelError, OptimizerError, WorkloadError
+from executor.models.inputs import Inputs, call_model, logits_of
 from executor.models.workloads import Workload
+from executor.training.inference import outputs_by_layer
 from sim.builders import build
 from sim.plan import Plan, Policy, UpdateOn
 from sim.schedule import Schedule
@@ -187,7 +191,7 @@ def test_loading_needs_no_sync(change: Change) -> None:
     assert_alike(trainer, plain)
 
 
-@pytest.mark.parametrize("change", [halve, other_data, forget_the_past, halve_state])
+@pytest.mark.parametrize("change", [halve, halve_data, other_data, forget_the_past, halve_state])
 def test_a_change_of_old_values_is_refused(change: Change) -> None:
     """The newest are on the GPUs; once they are home, it is all right."""
     workload = chain()
@@ -205,7 +209,7 @@ def test_structure_and_modes_must_stay() -> None:
     batch = workload.batch(MINIBATCH, 0)
     trainer.step(*batch)
     workload.model.eval()
-    with pytest.raises(ModelError, match=r"training=False now and had True .*model.train"):
+    with pytest.raises(ModelError, match=r"training=False now and had True .*; set it back"):
         trainer.step(*batch)
     workload.model.train()
     trainer.step(*batch)
@@ -246,6 +250,45 @@ def test_evaluates_as_the_model_does_and_disturbs_nothing() -> None:
         assert trainer.step(*batch) == other.step(*batch)
     for name, tensor in other.state_dict().items():
         assert torch.equal(tensor, trainer.state_dict()[name])
+
+
+@pytest.mark.parametrize("make", [normalised_chain, skips, gpt2])
+def test_a_forward_by_layer_is_the_models(make: Callable[[], Workload]) -> None:
+    workload = make()
+    inputs, _ = workload.batch(5, 0)
+    model = copy.deepcopy(workload.model).eval()
+    given = Inputs.of(inputs)
+    outputs = outputs_by_layer(workload.model, workload.loss_fn, given, torch.device("cpu"))
+    assert torch.equal(outputs, logits_of(call_model(model, given)))
+    assert workload.model.training
+
+
+def test_a_batch_norms_statistics_are_loaded_into_every_home() -> None:
+    """Where the same microbatches leave the same statistics, though each GPU keeps its own."""
+    packs = (CHAIN_PACKS[0], ((0, 2), (3, 4), (5, 6)))
+    trainers = [
+        trainer_of(normalised_chain(), plan) for plan in (harmony(Policy.HARMONY_DP, 2, (4, 4), packs), dp_swap(2, 4))
+    ]
+    for batch in batches(normalised_chain(), 3):
+        for trainer in trainers:
+            trainer.step(*batch)
+            load_model(trainer.model, trainer.optimizer)
+    ours, theirs = (trainer.state_dict() for trainer in trainers)
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-10)
+
+
+def test_what_would_be_left_out_is_refused() -> None:
+    workload = chain()
+    trainer = trainer_of(workload, PLANS[0])
+    batch = workload.batch(MINIBATCH, 0)
+    with torch.autocast("cpu"), pytest.raises(ModelError, match="autocast is on"):
+        trainer.step(*batch)
+    handle = trainer.optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(OptimizerError, match="Adam has hooks"):
+        trainer.step(*batch)
+    handle.remove()
+    trainer.step(*batch)
 
 
 def test_several_batches_make_up_a_minibatch() -> None:
@@ -320,14 +363,42 @@ def test_trains_a_transformer_on_dictionaries() -> None:
     assert trainer.predict(inputs).shape == (3, 6, 11)
 
 
+@pytest.mark.parametrize("policy", [Policy.HARMONY_PP, Policy.DP_SWAP])
+def test_plans_for_the_optimizer_it_is_given(policy: Policy) -> None:
+    """Whose state is that of some parameters only, and in groups."""
+
+    def some(parameters: Iterator[nn.Parameter]) -> Optimizer:
+        return in_groups(iter(list(parameters)[1:]))
+
+    ours, theirs = chain(), chain()
+    optimizer, plain = some(ours.model.parameters()), Plain(theirs, some(theirs.model.parameters()))
+    trainer = Trainer(
+        ours.model, ours.loss_fn, optimizer, machine=made.machine(2), gpu_memory="1 MB", policies=[policy.value]
+    )
+    for batch in batches(ours, 2):
+        assert trainer.step(*batch) == pytest.approx(plain.step(*batch), abs=1e-10)
+    assert_alike(trainer, plain)
+    assert trainer.schedule.plan.policy is policy
+    assert trainer.predicted is not None
+    assert trainer.predicted.to_frame().task.tolist() == trainer.timeline().to_frame().query("step == 1").task.tolist()
+
+
+def test_the_example_of_the_documentation_runs() -> None:
+    failures, tried = doctest.testmod(executor.training.trainer, extraglobs={"torch": torch}, report=True)
+    assert tried == 5
+    assert failures == 0
+
+
 SCRIPT = """
 import torch
+import executor.training.trainer
 from executor import Trainer
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 3))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-trainer = Trainer(model, torch.nn.functional.cross_entropy, optimizer, "auto", gpus=2, gpu_memory="1 MB")
+trainer = Trainer(model, torch.nn.functional.cross_entropy, optimizer, "auto", gpus=2, gpu_memory="1 MB",
+                  policies=["harmony-dp"])
 inputs, labels = torch.randn(6, 8), torch.randint(3, (6,))
 losses = [trainer.step(inputs, labels) for _ in range(5)]
 assert losses[-1] < losses[0]
