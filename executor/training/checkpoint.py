@@ -147,7 +147,7 @@ def load(
     over as they are then. Raises CheckpointError, before anything is changed, for a checkpoint that is not whole, or
     does not belong to them.
     """
-    place = readable(Path(folder))
+    place = readable(Path(folder).resolve())
     training = _read(place)
     files, others = (TensorFiles(place, stem, training.identity) for stem in (_MODEL, _OPTIMIZER))
     _check_weights(place, files, _weights(model, str(place)))
@@ -177,7 +177,7 @@ def is_whole(folder: str | Path) -> bool:
 
 def check(folder: str | Path) -> None:
     """Raises CheckpointError unless a checkpoint is there with all its files, each of its full size and its own."""
-    place = readable(Path(folder))
+    place = readable(Path(folder).resolve())
     training = _read(place)
     for stem in (_MODEL, _OPTIMIZER):
         TensorFiles(place, stem, training.identity)
@@ -258,8 +258,8 @@ def _check_weights(place: Path, files: TensorFiles, weights: TensorTable) -> Non
 
 def _check_replaceable(target: Path) -> None:
     """What is there is a checkpoint, or nothing."""
-    if target.is_dir() and any(target.iterdir()) and not (target / _TRAINING).exists():
-        raise CheckpointError(str(target), "is a folder with other things, and no checkpoint; choose another name")
+    if target.exists() and not (target / _TRAINING).exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise CheckpointError(str(target), "is there already, and no checkpoint; choose another name")
 
 
 def _read(place: Path) -> _Training:

@@ -22,18 +22,26 @@ def replaced(target: Path) -> Iterator[Path]:
     try:
         new.mkdir(parents=True)
         yield new
-        for path in new.iterdir():
+        for path in (*new.iterdir(), new):
             _to_disk(path)
-        _to_disk(new)
-        if target.exists():
-            shutil.rmtree(previous, ignore_errors=True)
-            target.rename(previous)
-        new.rename(target)
+        _exchange(target, new, previous)
         _to_disk(target.parent)
-    except BaseException:
+    finally:
         shutil.rmtree(new, ignore_errors=True)
-        raise
     shutil.rmtree(previous, ignore_errors=True)
+
+
+def _exchange(target: Path, new: Path, previous: Path) -> None:
+    if not target.exists():
+        new.rename(target)
+        return
+    shutil.rmtree(previous, ignore_errors=True)
+    target.rename(previous)
+    try:
+        new.rename(target)
+    except BaseException:
+        previous.rename(target)
+        raise
 
 
 def readable(target: Path) -> Path:

@@ -29,10 +29,14 @@ def encode(value: Any, name: str, tensors: TensorTable) -> Any:
     Raises CannotBeStored for anything but None, bool, int, float, str, list, tuple, dict, Counter and Tensor.
     """
     match value:
-        case None | bool() | int() | str():
+        case None | bool():
             return value
+        case int():  # subclasses become what they are made of
+            return int(value) if value.bit_length() < 64 else {"$int": str(int(value))}
+        case str():
+            return str(value)
         case float():
-            return value if math.isfinite(value) else {"$float": str(value)}
+            return float(value) if math.isfinite(value) else {"$float": str(float(value))}
         case Tensor():
             return {"$tensor": tensors.add(name, value)}
         case list():
@@ -59,6 +63,8 @@ def decode(value: Any, find: Find) -> Any:
             return [decode(item, find) for item in value]
         case {"$tensor": name}:
             return find(name)
+        case {"$int": text}:
+            return int(text)
         case {"$float": text}:
             return float(text)
         case {"$tuple": items}:

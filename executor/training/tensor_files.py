@@ -24,7 +24,7 @@ _IDENTITY = "checkpoint"
 
 
 class TensorTable:
-    """Tensors to be written, by name; one that shares all its memory with an earlier one is that one."""
+    """Tensors to be written, by name, all with values; one with the same memory as an earlier one is that one."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -32,10 +32,10 @@ class TensorTable:
 
     def add(self, name: str, tensor: Tensor) -> str:
         """Take a tensor in; the name that it has here (``name``, if that is free)."""
-        memory = _memory(tensor)
+        while name in self.tensors:
+            name += "_"
+        memory = _memory(tensor) if tensor.numel() else name
         if memory not in self._names:
-            while name in self.tensors:
-                name += "_"
             self._names[memory] = name
             self.tensors[name] = tensor.detach()
         return self._names[memory]
@@ -43,8 +43,6 @@ class TensorTable:
 
 def _memory(tensor: Tensor) -> Any:
     """What is equal for tensors that are the same memory seen in the same way."""
-    if tensor.is_meta or not tensor.numel():
-        return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 

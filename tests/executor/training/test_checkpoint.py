@@ -1,12 +1,14 @@
-"""Checkpoints of training: written, damaged, read, and training that goes on from them."""
+"""Checkpoints: what is written, and what is not read."""
 
 from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
-from collections.abc import Callable
+import random
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,32 +17,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim import lr_scheduler as lr
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
-from executor.devices.emulated import EmulatedDevices
-from executor.models.workloads import Workload
-from executor.running.session import Session
-from executor.training.checkpoint import Position, check, load, save
-from sim.builders import build
-from sim.plan import Plan, Policy, Reduce, Residency, UpdateOn
-from tests.executor import made
-from tests.executor.trained import (
-    CHAIN_PACKS,
-    GPT2_PACKS,
-    MINIBATCH,
-    SEED,
-    chain,
-    dp_swap,
-    gpt2,
-    harmony,
-    name_of,
-    normalised_chain,
-    sharded,
-    tied_chain,
-    trace_of,
-)
-
-MakeOptimizer = Callable[[Any], Optimizer]
+from executor.errors import CheckpointError
+from executor.running.storage import StorageTracker
+from executor.training.checkpoint import Position, check, is_whole, load, peak_bytes, save
+from tests.executor.trained import gpt2
+from tests.executor.training.equality import assert_equal
+from traces.errors import FileError
 
 
 def adam(parameters: Any) -> Optimizer:
@@ -49,190 +34,6 @@ def adam(parameters: Any) -> Optimizer:
 
 def momentum(parameters: Any) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-class Training:
-    """A workload that trains by a plan, with a learning rate that changes from step to step."""
-
-    def __init__(self, make: Callable[[], Workload], plan: Plan, folder: Path | None = None) -> None:
-        self.workload = make()
-        self.model = self.workload.model
-        self.optimizer = adam(self.model.parameters())
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=7)
-        self.position = Position(seed=SEED)
-        if folder is not None:
-            with torch.no_grad():  # what was there before does not count
-                for parameter in self.model.parameters():
-                    parameter.fill_(0.5)
-            self.position = load(folder, self.model, self.optimizer, [self.scheduler])
-        machine = made.machine(plan.gpus)
-        schedule = build(plan, trace_of(self.workload, state_tensors=2), machine)
-        self.session = Session(
-            schedule,
-            self.workload.layers(),
-            self.optimizer,
-            EmulatedDevices(machine),
-            seed=self.position.seed,
-            first_step=self.position.step,
-        )
-
-    def steps(self, count: int) -> list[float]:
-        losses = []
-        for _ in range(count):
-            sample = self.position.data or 0
-            losses.append(self.session.step(*self.workload.batch(MINIBATCH, SEED + sample)).loss)
-            self.optimizer._opt_called = True  # or schedulers warn: a session does not call optimizer.step()
-            self.scheduler.step()
-            self.position = Position(self.position.step + 1, SEED, data=sample + 7)
-        return losses
-
-    def save(self, folder: Path) -> None:
-        self.session.write_home()
-        save(folder, self.model, self.optimizer, [self.scheduler], self.position)
-
-    def everything(self) -> dict[str, Any]:
-        self.session.write_home()
-        return {
-            "model": dict(self.model.state_dict()),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "position": vars(self.position),
-        }
-
-
-def assert_equal(found: Any, expected: Any, tolerance: float = 0.0) -> None:
-    """Of the same types, and bit for bit, or but for a tolerance of floating point numbers."""
-    assert type(found) is type(expected)
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key in expected:
-            assert_equal(found[key], expected[key], tolerance)
-    elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_equal(one, other, tolerance)
-    elif isinstance(expected, Tensor):
-        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
-    elif isinstance(expected, float):
-        assert found == pytest.approx(expected, rel=0, abs=tolerance, nan_ok=True)
-    else:
-        assert found == expected
-
-
-# ------------------------------------------------------------------------------------------------------ going on
-
-CHAIN_PLANS = [
-    harmony(Policy.HARMONY_DP, 2, (3, 3), CHAIN_PACKS),
-    harmony(Policy.HARMONY_PP, 2, (2, 2), CHAIN_PACKS, update=UpdateOn.GPU),
-    harmony(Policy.HARMONY_DP, 2, (2, 2), CHAIN_PACKS, update=UpdateOn.GPU, reduce=Reduce.SCATTER),
-    harmony(
-        Policy.HARMONY_PP,
-        3,
-        (4, 2),
-        CHAIN_PACKS,
-        update=UpdateOn.GPU,
-        resident_weights=(0, 1, 2),
-        resident_state=(1, 2),
-    ),
-    dp_swap(2, 3, residency=Residency.LRU),
-    sharded(2, 2),
-]
-
-
-def goes_on(make: Callable[[], Workload], plan: Plan, folder: Path, other: Plan | None = None) -> tuple[Any, Any]:
-    """What comes of six steps, and of three, a checkpoint and three, by another plan maybe."""
-    whole, first = Training(make, plan), Training(make, plan)
-    losses = whole.steps(6)
-    begun = first.steps(3)
-    first.save(folder)
-    second = Training(make, other or plan, folder)
-    return ([*begun, *second.steps(3)], second.everything()), (losses, whole.everything())
-
-
-@pytest.mark.parametrize("plan", CHAIN_PLANS, ids=name_of)
-def test_training_goes_on_from_a_checkpoint_bit_for_bit(plan: Plan, tmp_path: Path) -> None:
-    found, expected = goes_on(chain, plan, tmp_path / "c")
-    assert_equal(found, expected)
-
-
-NORMALISED_PACKS = ((0, 1), (2, 3)), ((0, 1), (2, 3), (4, 6))
-TIED_PACKS = ((0, 0), (1, 1)), ((0, 0), (1, 1), (2, 4))
-
-
-@pytest.mark.parametrize(
-    ("make", "packs"),
-    [(lambda: gpt2(dropout=0.2), GPT2_PACKS), (normalised_chain, NORMALISED_PACKS), (tied_chain, TIED_PACKS)],
-    ids=["gpt2", "normalised", "tied"],
-)
-@pytest.mark.parametrize("policy", [Policy.HARMONY_DP, Policy.HARMONY_PP])
-def test_so_it_does_with_dropout_statistics_and_tied_weights(
-    make: Callable[[], Workload], packs: Any, policy: Policy, tmp_path: Path
-) -> None:
-    plan = harmony(policy, 2, (2, 2), packs, update=UpdateOn.GPU)
-    found, expected = goes_on(make, plan, tmp_path / "c")
-    assert_equal(found, expected)
-
-
-def test_a_baseline_with_homes_of_its_own_for_each_gpu_goes_on_with_statistics(tmp_path: Path) -> None:
-    found, expected = goes_on(normalised_chain, dp_swap(2, 2), tmp_path / "c")
-    assert_equal(found, expected)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        harmony(Policy.HARMONY_PP, 3, (2, 2), (((0, 0), (1, 2)), ((0, 0), (1, 2), (3, 6))), resident_weights=(1,)),
-        harmony(Policy.HARMONY_DP, 1, (2, 2), GPT2_PACKS, update=UpdateOn.GPU),
-        dp_swap(1, 2),
-    ],
-    ids=name_of,
-)
-def test_another_plan_with_the_same_microbatches_goes_on_bit_for_bit(other: Plan, tmp_path: Path) -> None:
-    """Other packs, another number of GPUs, updates elsewhere: dropout and sums are the same."""
-    plan = harmony(Policy.HARMONY_PP, 2, (2, 2), GPT2_PACKS)
-    found, expected = goes_on(lambda: gpt2(dropout=0.2), plan, tmp_path / "c", other)
-    assert_equal(found, expected)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        harmony(Policy.HARMONY_DP, 2, (4, 4), GPT2_PACKS, update=UpdateOn.GPU),
-        dp_swap(1, 3),
-        sharded(3, 1),
-    ],
-    ids=name_of,
-)
-def test_other_microbatches_differ_by_rounding(other: Plan, tmp_path: Path) -> None:
-    plan = harmony(Policy.HARMONY_PP, 2, (2, 2), GPT2_PACKS)
-    found, expected = goes_on(gpt2, plan, tmp_path / "c", other)
-    assert_equal(found, expected, tolerance=1e-12)
-
-
-ANOTHER_PROCESS = """
-import sys, torch
-from pathlib import Path
-torch.set_num_threads(1)
-from tests.executor.training.test_checkpoint import CHAIN_PLANS, Training, chain
-second = Training(chain, CHAIN_PLANS[1], Path(sys.argv[1]))
-losses = second.steps(3)
-torch.save((losses, second.everything()), sys.argv[2])
-"""
-
-
-def test_another_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    whole, first = Training(chain, CHAIN_PLANS[1]), Training(chain, CHAIN_PLANS[1])
-    losses = whole.steps(6)
-    first.steps(3)
-    first.save(tmp_path / "c")
-    subprocess.run(
-        [sys.executable, "-c", ANOTHER_PROCESS, tmp_path / "c", tmp_path / "end.pt"], check=True, timeout=100
-    )
-    found = torch.load(tmp_path / "end.pt", weights_only=True)
-    assert_equal(found, (losses[3:], whole.everything()))
-
-
-# --------------------------------------------------------------------------------------------------- what is written
 
 
 class Things(NamedTuple):
@@ -306,3 +107,259 @@ def test_a_folder_is_what_transformers_reads(tied: bool, tmp_path: Path) -> None
     assert keys.missing_keys == (["lm_head.weight"] if tied else [])
     assert keys.unexpected_keys == []
     assert_equal(dict(other.state_dict()), dict(own))
+
+
+OPTIMIZERS: list[Callable[[Any], Optimizer]] = [
+    lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.1), amsgrad=True),
+    lambda parameters: torch.optim.NAdam(parameters, lr=0.1),
+    lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+    lambda parameters: torch.optim.Rprop(parameters, lr=0.1),
+    lambda parameters: torch.optim.ASGD(parameters, lr=0.1),
+    lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=2),
+]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda make: type(make([torch.zeros(1)])).__name__)
+def test_optimizers_of_torch_go_on_bit_for_bit(make: Callable[[Any], Optimizer], tmp_path: Path) -> None:
+    """Whatever they keep; without schedules here."""
+
+    def step(model: nn.Module, optimizer: Optimizer) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(torch.linspace(-1, 1, 6).reshape(2, 3)).square().mean()
+            torch.autograd.backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+    def fresh(seed: int) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 2)
+        return model, make(model.parameters())
+
+    model, optimizer = fresh(0)
+    step(model, optimizer)
+    save(tmp_path / "c", model, optimizer)
+    other, restored = fresh(1)
+    load(tmp_path / "c", other, restored)
+    for _ in range(2):
+        step(model, optimizer)
+        step(other, restored)
+    assert_equal(dict(other.state_dict()), dict(model.state_dict()))
+    assert_equal(restored.state_dict(), optimizer.state_dict())
+
+
+SCHEDULERS: list[Callable[[Optimizer], Any]] = [
+    lambda optimizer: lr.MultiStepLR(optimizer, [1, 2, 2, 4]),
+    lambda optimizer: lr.OneCycleLR(optimizer, 0.5, total_steps=10),
+    lambda optimizer: lr.ChainedScheduler([lr.ConstantLR(optimizer), lr.ExponentialLR(optimizer, 0.9)], optimizer),
+    lambda optimizer: lr.SequentialLR(optimizer, [lr.LinearLR(optimizer), lr.CosineAnnealingLR(optimizer, 5)], [2]),
+    lambda optimizer: lr.LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+    lambda optimizer: lr.CosineAnnealingWarmRestarts(optimizer, 2),
+]
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+def test_schedulers_of_torch_go_on(make: Callable[[Optimizer], Any], tmp_path: Path) -> None:
+    def fresh() -> Things:
+        model = nn.Linear(2, 2)
+        optimizer = momentum(model.parameters())
+        return Things(model, optimizer, make(optimizer))
+
+    def step(things: Things) -> None:
+        things.optimizer.step()
+        things.scheduler.step()
+
+    things, others = fresh(), fresh()
+    for _ in range(3):
+        step(things)
+    saved(tmp_path / "c", things)
+    loaded(tmp_path / "c", others)
+    for _ in range(3):
+        step(things)
+        step(others)
+        assert others.optimizer.param_groups[0]["lr"] == things.optimizer.param_groups[0]["lr"]
+
+
+def by_layer(model: nn.Module) -> list[dict[str, Any]]:
+    assert isinstance(model, nn.Sequential)
+    return [{"params": list(each.parameters()), "lr": 0.1 * (at + 1)} for at, each in enumerate(model)]
+
+
+def by_layer_reversed(model: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": group["params"][::-1], "lr": 9.0} for group in reversed(by_layer(model))]
+
+
+def test_state_finds_its_parameters_in_groups_of_another_order(tmp_path: Path) -> None:
+    things, others = trained(groups=by_layer), trained(1, groups=by_layer_reversed)
+    folder = saved(tmp_path / "c", things)
+    with pytest.raises(CheckpointError, match="groups in another order, and schedulers count"):
+        loaded(folder, others)
+    save(folder, things.model, things.optimizer)
+    load(folder, others.model, others.optimizer)
+    assert [group["lr"] for group in others.optimizer.param_groups] == pytest.approx([0.3, 0.2, 0.1])
+    names = {parameter: name for name, parameter in things.model.named_parameters()}
+    expected = {names[parameter]: state for parameter, state in things.optimizer.state.items()}
+    names = {parameter: name for name, parameter in others.model.named_parameters()}
+    assert_equal({names[parameter]: state for parameter, state in others.optimizer.state.items()}, expected)
+
+
+def test_weights_alone_can_be_loaded(tmp_path: Path) -> None:
+    things, other = trained(), trained(1).model
+    load(saved(tmp_path / "c", things), other)
+    assert_equal(dict(other.state_dict()), dict(things.model.state_dict()))
+
+
+def test_generators_come_back_if_asked(tmp_path: Path) -> None:
+    with torch.random.fork_rng(devices=[]):
+        plain, asked = saved(tmp_path / "a"), saved(tmp_path / "b", random_state=True)
+        expected = random.random(), torch.rand(3)
+        loaded(plain, trained())
+        assert random.random() != expected[0]
+        loaded(asked, trained())
+        assert_equal((random.random(), torch.rand(3)), expected)
+
+
+def test_tensors_are_written_from_where_they_lie(tmp_path: Path) -> None:
+    """But for those that are not contiguous; and as many copies as the figure for the host's memory says."""
+    things = trained()
+    for transposed in (False, True):
+        if transposed:
+            weight = things.model.get_parameter("0.weight")
+            weight.data = weight.data.t().contiguous().t()
+        with StorageTracker() as tracker:
+            saved(tmp_path / "c", things)
+        assert tracker.peak_bytes == peak_bytes(things.model, things.optimizer) == (48 if transposed else 0)
+
+
+# ------------------------------------------------------------------------------------------ what is not read or written
+
+
+def assert_refused(folder: Path, message: str, things: Things | None = None) -> None:
+    """It is not read, and nothing is changed."""
+    things = things or trained(1)
+    before = state_of(things)
+    with pytest.raises(CheckpointError) as caught:
+        loaded(folder, things)
+    assert message in str(caught.value)
+    assert_equal(state_of(things), before)
+
+
+def test_a_damaged_file_is_named_and_not_read(tmp_path: Path) -> None:
+    whole = saved(tmp_path / "whole", shard_bytes=100)
+    assert is_whole(whole)
+    names = sorted(path.name for path in whole.iterdir())
+    assert len(names) > 6
+    for name in names:
+        data = (whole / name).read_bytes()
+        for damaged in (None, b"", data[: len(data) // 2], data[:-2], data + b"x"):
+            folder = tmp_path / "damaged"
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(whole, folder)
+            (folder / name).unlink()
+            if damaged is not None:
+                (folder / name).write_bytes(damaged)
+            assert not is_whole(folder)
+            assert_refused(folder, str(folder / name))
+
+
+def test_files_of_two_checkpoints_are_not_mixed(tmp_path: Path) -> None:
+    one, other = saved(tmp_path / "one"), saved(tmp_path / "other", trained(1))
+    shutil.copy(other / "model.safetensors", one)
+    assert not is_whole(one)
+    assert_refused(one, "model.safetensors: was written with another checkpoint")
+
+
+def test_another_version_is_refused(tmp_path: Path) -> None:
+    file = saved(tmp_path / "c") / "training.json"
+    file.write_text(file.read_text().replace('"version": 1', '"version": 2'))
+    assert_refused(tmp_path / "c", "training.json: is harmony-checkpoint of version 2; this version of Harmony reads")
+    file.write_text("{}")
+    assert_refused(tmp_path / "c", "training.json: is damaged: Object missing required field `format`")
+    assert_refused(tmp_path / "d", "training.json: cannot be read: No such file or directory")
+
+
+def test_what_is_of_other_models_and_optimizers_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c")
+
+    def refused(message: str, change: Callable[[nn.Sequential], object] = lambda model: None, **options: Any) -> None:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        change(model)
+        optimizer = options.get("optimizer", adam)(model.parameters())
+        scheduler = options.get("scheduler", lambda optimizer: lr.MultiStepLR(optimizer, [1]))(optimizer)
+        assert_refused(folder, message, Things(model, optimizer, scheduler))
+
+    refused("0.weight is torch.float32 (4, 3), in this model it is torch.float64 (4, 3)", lambda model: model.double())
+    refused(
+        "2.weight is torch.float32 (2, 4), in this model it is torch.float32 (3, 4)",
+        lambda model: model.__setitem__(2, nn.Linear(4, 3)),
+    )
+    refused("this model has 3.bias, the checkpoint does not", lambda model: model.append(nn.Linear(2, 2)))
+    refused("the checkpoint has 2.bias, this model does not", lambda model: model.__delitem__(2))
+    refused("has the state of torch.optim.adamw.AdamW, this optimizer is torch.optim.sgd.SGD", optimizer=momentum)
+    refused(
+        "of group 0, the checkpoint has 0.bias and this optimizer does not",
+        optimizer=lambda parameters: adam(list(parameters)[:1]),
+    )
+    refused(
+        "was written with the schedulers ['torch.optim.lr_scheduler.MultiStepLR'], these are",
+        scheduler=lambda optimizer: lr.ExponentialLR(optimizer, 0.9),
+    )
+    save(folder, trained().model)
+    refused("has no optimizer's state")
+
+
+def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    things = trained()
+    folder = saved(tmp_path / "c", things)
+    with pytest.raises(CheckpointError, match="extras/best/0 is a object; only numbers"):
+        save(folder, things.model, position=Position(extras={"best": [object()]}))
+    with pytest.raises(CheckpointError, match=r"has a tensor of shape \(3,\) that is no parameter of the model"):
+        save(folder, things.model, adam([torch.zeros(3)]))
+    with pytest.raises(CheckpointError, match=r"0\.weight of the model has no values"):
+        save(folder, copy.deepcopy(things.model).to("meta"))
+    loaded(folder, trained(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_folder_with_other_things_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("all of it")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for name in ("mine", "file"):
+        with pytest.raises(CheckpointError, match="is there already, and no checkpoint"):
+            saved(tmp_path / name)
+    assert (tmp_path / "mine" / "thesis.txt").exists()
+    assert is_whole(saved(tmp_path / "empty"))
+
+
+def test_others_may_read_what_they_may_read_elsewhere(tmp_path: Path) -> None:
+    assert len({path.stat().st_mode for path in saved(tmp_path / "c").iterdir()}) == 1
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """The system refuses files that are larger (as it does when the disk is full)."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_without_room_nothing_is_changed_and_nothing_left(tmp_path: Path) -> None:
+    """Whichever file it is that finds no room."""
+    things = trained()
+    folder = saved(tmp_path / "c", things)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    sizes = sorted({0, *(len(data) - 1 for data in before.values())})
+    for size in sizes:
+        message = r"c: cannot be written: .*File too large.*; nothing was changed"
+        with pytest.raises(FileError, match=message), largest_file(size):
+            saved(folder, trained(1))
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+        assert [path.name for path in tmp_path.iterdir()] == ["c"]
