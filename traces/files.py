@@ -1,4 +1,5 @@
 """Trace files: JSON with a header and one row a line in each table, so that two of them can be compared line by line.
+They may be packed by gzip (``.json.gz``), as the shipped ones are.
 
     {"format": "harmony-trace", "version": 1, "model": …,
      "layers": [a row a line], "times": [a row a line], "sizes": [a row a line]}
@@ -9,8 +10,10 @@ Also the one way in which Harmony writes any file: complete, or not at all.
 from __future__ import annotations
 
 import errno
+import gzip
 import os
 import secrets
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -35,29 +38,34 @@ __all__ = [
     "write_atomically",
 ]
 
-_SUFFIX = ".json"
+_SHIPPED_SUFFIX = ".json.gz"
+_PACKED_SUFFIX, _PACKED_START = ".gz", b"\x1f\x8b"
 
 
 def load_trace(path_or_name: str | Path) -> Trace:
-    """Read and check a trace: a file, or the name of a shipped one such as ``gpt2-xl@gtx-1080-ti``.
+    """Read and check a trace: a file, packed or not, or the name of a shipped one such as ``gpt2-xl@gtx-1080-ti``.
 
     Raises TraceError that says in which file, table, row and column what was found and what to write instead.
     """
     path = Path(path_or_name)
     if not path.exists() and str(path_or_name) in shipped_traces():
-        data = resources.files(__package__).joinpath("data", f"{path_or_name}{_SUFFIX}").read_bytes()
+        data = resources.files(__package__).joinpath("data", f"{path_or_name}{_SHIPPED_SUFFIX}").read_bytes()
     else:
         data = _read(path)
     source = str(path_or_name)
-    trace = decode_trace(data, source)
+    trace = decode_trace(_unpacked(data, source), source)
     check_relations(trace, source)
     return trace
 
 
 def save_trace(trace: Trace, path: str | Path) -> None:
-    """Check a trace and write it. Raises TraceError if it does not hold, FileError if it cannot be written."""
+    """Check a trace and write it, packed if the file is called ``.gz``.
+
+    Raises TraceError if it does not hold, FileError if it cannot be written.
+    """
     check_trace(trace, str(path))
-    write_atomically(path, encode_trace(trace))
+    data = encode_trace(trace)
+    write_atomically(path, gzip.compress(data, mtime=0) if Path(path).suffix == _PACKED_SUFFIX else data)
 
 
 def encode_trace(trace: Trace) -> bytes:
@@ -75,7 +83,7 @@ def shipped_traces() -> tuple[str, ...]:
     """Names of the traces that come with Harmony, sorted."""
     folder = resources.files(__package__).joinpath("data")
     names = (entry.name for entry in folder.iterdir()) if folder.is_dir() else ()
-    return tuple(sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)))
+    return tuple(sorted(name.removesuffix(_SHIPPED_SUFFIX) for name in names if name.endswith(_SHIPPED_SUFFIX)))
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
@@ -133,6 +141,15 @@ def refusals_of(path: Path) -> Iterator[None]:
 
 def _entry(name: str, value: bytes) -> bytes:
     return msgspec.json.encode(name) + b": " + value
+
+
+def _unpacked(data: bytes, source: str) -> bytes:
+    if not data.startswith(_PACKED_START):
+        return data
+    try:
+        return gzip.decompress(data)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TraceError(source, "", f"cannot be unpacked: {error} (gzip, {len(data)} bytes); copy it anew") from None
 
 
 def _read(path: Path) -> bytes:

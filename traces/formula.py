@@ -97,6 +97,8 @@ def tabulate(
     optimizer: str,
     label_bytes_per_sample: int,
     microbatches: Sequence[int],
+    sample: str = "",
+    modelled_by: str = "",
 ) -> Trace:
     """The float32 trace of these layers at these microbatch sizes, every number marked as modelled."""
     return Trace(
@@ -105,6 +107,8 @@ def tabulate(
         dtype="float32",
         optimizer=optimizer,
         label_bytes_per_sample=label_bytes_per_sample,
+        sample=sample,
+        modelled_by=modelled_by,
         layers=tuple(formula.layer for formula in formulas),
         times=tuple(row for at, formula in enumerate(formulas) for row in formula.time_rows(at, microbatches)),
         sizes=tuple(row for at, formula in enumerate(formulas) for row in formula.size_rows(at, microbatches)),

@@ -156,6 +156,8 @@ class Trace(_Row, frozen=True):
     """What a model costs on a device. See the module's docstring for the tables.
 
     ``label_bytes_per_sample`` is the target's size. ``optimizer`` names the one whose state and update were measured.
+    ``sample`` says what a sample is (``1024 tokens``), ``modelled_by`` by what modelled numbers were modelled, and in
+    which version; both are empty where nobody said so.
     """
 
     model: str
@@ -166,6 +168,8 @@ class Trace(_Row, frozen=True):
     layers: tuple[Layer, ...]
     times: tuple[TimeRow, ...]
     sizes: tuple[SizeRow, ...]
+    sample: str = ""
+    modelled_by: str = ""
     framework: str = ""
     threads: int = 0
     warmups: int = 0

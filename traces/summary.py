@@ -20,13 +20,6 @@ def summarize(trace: Trace) -> dict[str, Any]:
     theirs.
     """
     costs = Costs(trace)
-    groups = trace.tied_groups
-    shared = sum(
-        tied.weight_bytes
-        for index, layer in enumerate(trace.layers)
-        for tied in layer.tied
-        if groups[tied.group][0] != index
-    )
     profiled = {row.microbatch for row in trace.sizes}
     profiled &= {*costs.microbatches(Phase.FORWARD)} & {*costs.microbatches(Phase.BACKWARD)}
     return {
@@ -34,12 +27,14 @@ def summarize(trace: Trace) -> dict[str, Any]:
         "device": trace.device,
         "dtype": trace.dtype,
         "optimizer": trace.optimizer,
+        "sample": trace.sample,
+        "modelled_by": trace.modelled_by,
         "framework": trace.framework,
         "threads": trace.threads,
         "warmups": trace.warmups,
         "repeats": trace.repeats,
         "layers": len(trace.layers),
-        "weight_bytes": sum(layer.weight_bytes for layer in trace.layers) - shared,
+        "weight_bytes": _weight_bytes(trace),
         "optimizer_state_bytes": sum(layer.optimizer_state_bytes for layer in trace.layers),
         "update_cpu_s": _update_s(trace, Phase.UPDATE_CPU),
         "update_gpu_s": _update_s(trace, Phase.UPDATE_GPU),
@@ -50,6 +45,33 @@ def summarize(trace: Trace) -> dict[str, Any]:
         },
         "times": [_times(costs, u) for u in sorted(profiled)],
     }
+
+
+def outline(trace: Trace) -> dict[str, Any]:
+    """What a trace is of, as plain JSON values."""
+    return {
+        "model": trace.model,
+        "device": trace.device,
+        "dtype": trace.dtype,
+        "sample": trace.sample,
+        "layers": len(trace.layers),
+        "weight_bytes": _weight_bytes(trace),
+        "microbatches": sorted({row.microbatch for row in trace.sizes}),
+        "sources": sorted({row.provenance.value for row in trace.times}),
+        "modelled_by": trace.modelled_by,
+    }
+
+
+def _weight_bytes(trace: Trace) -> int:
+    """Of all layers, a tied parameter once."""
+    groups = trace.tied_groups
+    shared = sum(
+        tied.weight_bytes
+        for index, layer in enumerate(trace.layers)
+        for tied in layer.tied
+        if groups[tied.group][0] != index
+    )
+    return sum(layer.weight_bytes for layer in trace.layers) - shared
 
 
 def _update_s(trace: Trace, phase: Phase) -> float | None:

@@ -49,8 +49,14 @@ GPT2_FAMILY = (
     Gpt2("gpt2", 768, 12, 12),
     Gpt2("gpt2-medium", 1024, 24, 16),
     Gpt2("gpt2-xl", 1600, 48, 25),
-    Gpt2("gpt2-10b", 4096, 50, 32),
+    *(Gpt2(f"gpt2-{billions}b", 4096, 5 * billions, 32) for billions in (10, 20, 30, 40, 100)),
 )
+
+SHIPPED = GPT2_FAMILY[1:]
+"""Whose traces come with Harmony."""
+
+MODELLED_BY = "traces.transformer 1"
+"""What traces say that they come from; the number rises whenever they change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +128,8 @@ def gpt2_trace(model: Gpt2, gpu: GpuModel, microbatches: tuple[int, ...] = SHIPP
         optimizer="adam",
         label_bytes_per_sample=_TOKEN_BYTES * model.sequence,
         microbatches=microbatches,
+        sample=f"{model.sequence} tokens",
+        modelled_by=MODELLED_BY,
     )
 
 
@@ -276,10 +284,9 @@ def _table_bytes(model: Gpt2) -> int:
 
 
 def _write_shipped(folder: Path) -> None:
-    for model in GPT2_FAMILY:
-        if model.name in ("gpt2-xl", "gpt2-10b"):
-            trace = gpt2_trace(model, GTX_1080_TI)
-            save_trace(trace, folder / f"{trace.model}@{trace.device}.json")
+    for model in SHIPPED:
+        trace = gpt2_trace(model, GTX_1080_TI)
+        save_trace(trace, folder / f"{trace.model}@{trace.device}.json.gz")
 
 
 if __name__ == "__main__":

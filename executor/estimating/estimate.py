@@ -22,7 +22,7 @@ from ..models.workloads import Workload, adam
 from ..reporting import Progress, silent
 from ..running.optimizer import OptimizerFactory, PackOptimizer
 from .counting import Kind, Operator, Stage
-from .gpus import KnownGpu
+from .gpus import VERSION, KnownGpu
 from .roofline import Roofline
 from .substitutes import CudaFunctions
 
@@ -76,7 +76,7 @@ def estimate(
     profiler = Profiler(shapes, microbatches, optimizer, instruments, in_parts=in_parts)
     with CudaFunctions(fused_attention=gpu.fused_attention):
         trace = profiler.trace(warmups=0, repeats=1, budget_s=1.0, progress=progress)
-    return msgspec.structs.replace(trace, dtype=dtype, threads=0, repeats=0)
+    return msgspec.structs.replace(trace, dtype=dtype, threads=0, repeats=0, modelled_by=f"harmony estimate {VERSION}")
 
 
 def _without_values(workload: Workload, dtype: torch.dtype) -> Workload:

@@ -2,10 +2,10 @@
 
 Peaks are the manufacturers': dense, tensor cores with sums in float32 where there are any. What is reached was fitted
 on the GTX 1080 Ti only, to the per-layer times that Harmony's authors published with their code (msr-fiddle/harmony,
-float32, PyTorch 1.5). It gives whole models there, forward and forward with backward, within 15 %, but for BERT at its
-largest microbatch (-17 %). Models of a family that the coefficients were not fitted to are within 22 %, at their
-smallest microbatch within 37 % (``benchmarks/bench_estimates.py``). For every other GPU what is reached is an
-assumption, and each says which.
+float32, PyTorch 1.5). It gives whole models there, forward and forward with backward, within 15 % at every microbatch.
+Models of a family that the coefficients were not fitted to are within 15 %, ResNet within 28 %; at their smallest
+microbatch within 42 % (``benchmarks/bench_estimates.py``). For every other GPU what is reached is an assumption, and
+each says which.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ from ..errors import DeviceError
 from .counting import Kind, Stage
 from .roofline import Efficiency, Roofline
 
+VERSION = 2
+"""Traces name it; it rises whenever a coefficient changes, or how operators are counted."""
+
 _T, _G = 1e12, 1e9
 
-MATMUL = Efficiency(best=0.74, half=2.5e9)
+MATMUL = Efficiency(best=0.78, half=2.5e9)
 """Fitted: cuBLAS."""
-BATCHED_MATMUL = Efficiency(best=0.80, half=2.6e7)
+BATCHED_MATMUL = Efficiency(best=0.80, half=3.3e7)
 """Fitted weakly: in unfused attention, memory is the limit."""
-WINOGRAD = Efficiency(best=1.39, half=5.4e9)
+WINOGRAD = Efficiency(best=1.40, half=5.4e9)
 """Fitted: 3x3 convolutions in float32 save multiplications (Winograd's algorithm), so more than the peak is reached."""
-WINOGRAD_BACKWARD = Efficiency(best=1.26, half=7.3e9)
+WINOGRAD_BACKWARD = Efficiency(best=1.25, half=8.3e9)
 """Fitted: of both gradients."""
-FLASH = Efficiency(best=0.50, half=2.6e7)
+FLASH = Efficiency(best=0.50, half=3.3e7)
 """Assumed: of attention in one kernel, half the peak, forward and backward."""
 IMPLICIT_GEMM = Efficiency(best=0.60, half=5.4e9)
 """Assumed: convolutions on tensor cores are products of matrices, with rows that must be gathered."""
-STREAM = Efficiency(best=0.91, half=9.3e4)
+STREAM = Efficiency(best=0.85, half=1.1e5)
 """Fitted: operators on every element, at the speed of memory."""
-SLOW_REDUCTION = Efficiency(best=0.21, half=9.3e4)
+SLOW_REDUCTION = Efficiency(best=0.235, half=1.1e5)
 """Fitted: softmax and normalisation in PyTorch 1.5."""
-REDUCTION = Efficiency(best=0.60, half=9.3e4)
+REDUCTION = Efficiency(best=0.60, half=1.1e5)
 """Assumed: the same in today's PyTorch."""
 LAUNCH_S = 5e-6
 """Assumed: what lies between two kernels when a program launches them one by one."""
@@ -89,8 +92,8 @@ _FITTED = KnownGpu(
     arithmetic=_FITTED_ARITHMETIC,
     traffic=_traffic(SLOW_REDUCTION),
     # Of the measurements: each layer alone, synchronised, its memory allocated anew.
-    operator_s={Stage.FORWARD: 1e-6, Stage.RECORDING: 2e-6, Stage.BACKWARD: 53e-6},
-    task_s={Stage.FORWARD: 36e-6, Stage.RECORDING: 240e-6, Stage.BACKWARD: 410e-6},
+    operator_s={Stage.FORWARD: 1.3e-6, Stage.RECORDING: 3.3e-6, Stage.BACKWARD: 44e-6},
+    task_s={Stage.FORWARD: 25e-6, Stage.RECORDING: 220e-6, Stage.BACKWARD: 360e-6},
     fused_attention=False,
 )
 

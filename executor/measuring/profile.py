@@ -123,6 +123,7 @@ class Profiler:
             dtype=self._dtype(),
             optimizer=type(self._optimizer.optimizer).__name__,
             label_bytes_per_sample=labels.nbytes // few,
+            sample=inputs.sample,
             layers=self._layer_rows(found),
             times=times,
             sizes=sizes,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError, WorkloadError
@@ -51,6 +52,11 @@ class Inputs:
         return [(f"inputs[{at}]", tensor) for at, tensor in enumerate(self.tensors)]
 
     @property
+    def sample(self) -> str:
+        """What one sample is, in words: ``1024 tokens``, or types and shapes."""
+        return " and ".join(map(_sample, self.tensors))
+
+    @property
     def shapes(self) -> str:
         """Shapes, for messages."""
         return ", ".join(f"{tuple(tensor.shape)}" for tensor in self.tensors)
@@ -77,3 +83,10 @@ def _describe(value: object) -> str:
     if isinstance(value, tuple | list):
         return f"({', '.join(type(item).__name__ for item in value)})"
     return type(value).__name__
+
+
+def _sample(tensor: Tensor) -> str:
+    shape = tuple(tensor.shape[1:])
+    if tensor.dtype is torch.int64 and len(shape) == 1:
+        return f"{shape[0]} tokens"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {' x '.join(map(str, shape)) or 'number'}"

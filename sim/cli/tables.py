@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..hardware.machine import Machine
@@ -77,10 +77,12 @@ def trace_tables(summary: dict[str, Any]) -> Iterator[Table]:
         (
             ("layers", str(summary["layers"])),
             ("dtype", summary["dtype"]),
+            ("a sample", summary["sample"] or MISSING),
             ("weights", format_bytes(summary["weight_bytes"])),
             (f"optimizer state ({summary['optimizer']})", format_bytes(summary["optimizer_state_bytes"])),
             ("update on the CPU", seconds(summary["update_cpu_s"])),
             ("update on the GPU", seconds(summary["update_gpu_s"])),
+            ("modelled by", summary["modelled_by"] or MISSING),
         ),
     )
     yield Table(
@@ -97,6 +99,27 @@ def trace_tables(summary: dict[str, Any]) -> Iterator[Table]:
             )
             for entry in summary["times"]
         ),
+    )
+
+
+def shipped_table(outlines: Mapping[str, dict[str, Any]]) -> Table:
+    """Traces by name, as :func:`traces.summary.outline` says what they are of."""
+    return Table(
+        "Shipped traces",
+        ("trace", "dtype", "a sample", "layers", "weights", "microbatches", "source"),
+        tuple(
+            (
+                name,
+                each["dtype"],
+                each["sample"] or MISSING,
+                str(each["layers"]),
+                format_bytes(each["weight_bytes"]),
+                ",".join(map(str, each["microbatches"])),
+                " ".join([*each["sources"], f"({each['modelled_by']})" if each["modelled_by"] else ""]).strip(),
+            )
+            for name, each in outlines.items()
+        ),
+        words=3,
     )
 
 

@@ -47,15 +47,25 @@ def import_(
 
 
 @trace_commands.command("show", epilog="Example: harmony trace show gpt2-xl@gtx-1080-ti")
-def trace_show(trace: TraceName, as_json: Json = False) -> None:
-    """What a trace says: what the model weighs, and how long its passes take."""
-    from traces.files import load_trace
-    from traces.summary import summarize
+def trace_show(
+    trace: Annotated[
+        str | None, typer.Argument(metavar="[TRACE]", help="A trace file, or the name of a shipped trace.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the shipped traces, or show what one says: what the model weighs, and how long its passes take."""
+    from traces.files import load_trace, shipped_traces
+    from traces.summary import outline, summarize
 
-    from .tables import trace_tables
+    from .tables import shipped_table, trace_tables
 
-    summary = summarize(load_trace(trace))
-    Output(as_json).result(summary, *trace_tables(summary))
+    out = Output(as_json)
+    if trace is None:
+        outlines = {name: outline(load_trace(name)) for name in shipped_traces()}
+        out.result([{"name": name, **each} for name, each in outlines.items()], shipped_table(outlines))
+    else:
+        summary = summarize(load_trace(trace))
+        out.result(summary, *trace_tables(summary))
 
 
 @trace_commands.command("diff", epilog="Example: harmony trace diff before.json after.json")

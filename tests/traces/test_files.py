@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from traces.files import (
     shipped_traces,
     write_atomically,
 )
-from traces.schema import Phase, Trace
+from traces.schema import Phase, Provenance, Trace
 from traces.synthetic import skewed_trace, uniform_trace, with_frozen, with_tied
 
 Raw = dict[str, Any]
@@ -293,6 +294,33 @@ def test_a_missing_file_lists_what_is_shipped(tmp_path: Path) -> None:
 def test_shipped_traces_load_by_name(name: str) -> None:
     trace = load_trace(name)
     assert name == f"{trace.model}@{trace.device}".lower().replace(" ", "-")
+    assert {row.provenance for row in (*trace.times, *trace.sizes)} == {Provenance.MODELLED}
+    assert trace.sample
+    assert trace.modelled_by
+
+
+def test_a_packed_trace_is_the_same_in_fewer_bytes(tmp_path: Path) -> None:
+    trace = uniform_trace(40)
+    plain, packed = tmp_path / "t.json", tmp_path / "t.json.gz"
+    save_trace(trace, plain)
+    save_trace(trace, packed)
+    assert load_trace(packed) == load_trace(plain) == trace
+    assert gzip.decompress(packed.read_bytes()) == plain.read_bytes()
+    assert packed.stat().st_size < plain.stat().st_size / 5
+    first = packed.read_bytes()
+    save_trace(trace, packed)
+    assert packed.read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-9], lambda data: data[:40] + b"!!" + data[42:], lambda data: data[:2]]
+)
+def test_a_damaged_packed_trace_is_refused(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    path = tmp_path / "t.json.gz"
+    save_trace(uniform_trace(9), path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(TraceError, match=r"cannot be unpacked: .* copy it anew"):
+        load_trace(path)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, 1.5, "7"])

@@ -12,7 +12,7 @@ from traces.checks import check_trace
 from traces.costs import Costs
 from traces.files import load_trace, shipped_traces
 from traces.schema import Phase, Provenance
-from traces.transformer import GPT2_FAMILY, GTX_1080_TI, Gpt2, gpt2_trace
+from traces.transformer import GPT2_FAMILY, GTX_1080_TI, SHIPPED, Gpt2, gpt2_trace
 
 MEASURED = Path(__file__).parents[3] / "shared" / "reference" / "gtx1080ti"
 WHOLE_MODEL_BAND = 0.07
@@ -59,12 +59,12 @@ def test_every_member_is_a_valid_modelled_trace_that_grows_with_the_microbatch(m
 
 
 def test_shipped_traces_are_what_the_model_says_now() -> None:
-    assert set(shipped_traces()) >= {"gpt2-xl@gtx-1080-ti", "gpt2-10b@gtx-1080-ti"}
-    for name in ("gpt2-xl", "gpt2-10b"):
+    assert {f"{model.name}@gtx-1080-ti" for model in SHIPPED} <= set(shipped_traces())
+    for name in ("gpt2-xl", "gpt2-10b", "gpt2-100b"):
         assert load_trace(f"{name}@gtx-1080-ti") == gpt2_trace(_model(name), GTX_1080_TI)
 
 
-@pytest.mark.parametrize("name", ["gpt2-medium", "gpt2-xl", "gpt2-10b"])
+@pytest.mark.parametrize("name", ["gpt2-medium", "gpt2-xl", "gpt2-10b", "gpt2-40b"])
 def test_sizes_equal_those_measured(name: str) -> None:
     costs = Costs(gpt2_trace(_model(name), GTX_1080_TI))
     rows = _table(name, "layer_size")
@@ -79,7 +79,7 @@ def test_sizes_equal_those_measured(name: str) -> None:
             assert costs.input_bytes(int(row["layer"]), u) == int(row["input_bytes"])
 
 
-@pytest.mark.parametrize("name", ["gpt2-xl", "gpt2-10b"])
+@pytest.mark.parametrize("name", ["gpt2-xl", "gpt2-10b", "gpt2-40b"])
 @pytest.mark.parametrize("u", [1, 2, 4, 8])
 def test_forward_and_backward_of_the_whole_model_are_near_those_measured(name: str, u: int) -> None:
     costs = Costs(load_trace(f"{name}@gtx-1080-ti"))
@@ -91,7 +91,7 @@ def test_forward_and_backward_of_the_whole_model_are_near_those_measured(name: s
     assert abs(modelled_ns / measured_ns - 1) < WHOLE_MODEL_BAND
 
 
-@pytest.mark.parametrize("name", ["gpt2-xl", "gpt2-10b"])
+@pytest.mark.parametrize("name", ["gpt2-xl", "gpt2-10b", "gpt2-40b"])
 def test_memory_of_a_forward_is_near_that_measured(name: str) -> None:
     costs = Costs(load_trace(f"{name}@gtx-1080-ti"))
     for row in _table(name, "layer_memory"):

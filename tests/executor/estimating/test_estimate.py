@@ -4,13 +4,14 @@ import torch
 from torch import nn
 
 from executor.estimating.estimate import estimate
-from executor.estimating.gpus import known_gpu
+from executor.estimating.gpus import VERSION, known_gpu
+from executor.estimating.shipped import SHIPPED
 from executor.measuring.profile import profile
 from executor.models.data import class_loss, next_token_loss, text_batches
 from executor.models.published import transformer
 from executor.models.workloads import Workload, load_workload
 from traces.checks import check_trace
-from traces.files import load_trace
+from traces.files import encode_trace, load_trace, shipped_traces
 from traces.schema import Phase, Provenance, Trace
 
 UNFUSED, FUSED = known_gpu("2080ti"), known_gpu("4090")
@@ -110,11 +111,15 @@ def test_fused_attention_saves_no_scores() -> None:
     assert saved[FUSED.name] + scores <= saved[UNFUSED.name]
 
 
-def test_shipped_estimates_are_what_is_estimated_now() -> None:
-    shipped = load_trace("llama3.1-8b@rtx-4090")
-    now = estimate(
-        load_workload("llama3.1-8b", values=False), known_gpu("RTX 4090"), microbatches=(2,), dtype="bfloat16"
-    )
-    assert now.layers == shipped.layers
-    assert list(now.sizes) == [row for row in shipped.sizes if row.microbatch == 2]
-    assert list(now.times) == [row for row in shipped.times if row.microbatch in (0, 2)]
+@pytest.mark.parametrize("name", ["llama3.1-8b@rtx-4090", "bert-large@gtx-1080-ti"])
+def test_shipped_estimates_are_what_is_estimated_now(name: str) -> None:
+    (described,) = (each for each in SHIPPED if each.name == name)
+    shipped = load_trace(name)
+    now = msgspec.structs.replace(described.estimated(), framework=shipped.framework)
+    assert encode_trace(now) == encode_trace(shipped)
+
+
+def test_all_described_estimates_are_shipped() -> None:
+    assert {each.name for each in SHIPPED} <= set(shipped_traces())
+    current = {load_trace(each.name).modelled_by for each in SHIPPED}
+    assert current == {f"harmony estimate {VERSION}"}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.command_line import harmony, json_of, succeed
 from tests.traces.importing.profile_folders import LAYERS, WEIGHTS, forward_ns, tables, write
-from traces.files import load_trace
+from traces.files import load_trace, shipped_traces
 from traces.importing import import_trace
 
 REFERENCE = Path(__file__).parents[4] / "shared" / "reference" / "gtx1080ti"
@@ -83,6 +83,16 @@ def test_an_exported_trace_is_imported_as_it_was(kind: str) -> None:
     failed = harmony("trace", "export", "gpt2-xl@gtx-1080-ti", "-o", "tables")
     assert failed.exit_code == 1
     assert "tables: is there already" in failed.stderr
+
+
+def test_shipped_traces_are_listed() -> None:
+    listed = {each["name"]: each for each in json_of("trace", "show")}
+    assert tuple(listed) == shipped_traces()
+    found = listed["resnet1026@gtx-1080-ti"]
+    assert (found["layers"], found["dtype"], found["sample"]) == (515, "float32", "float32 3 x 224 x 224")
+    assert found["microbatches"][-1] == 64
+    assert listed["llama3.1-8b@h100"]["sample"] == "1024 tokens"
+    assert "qwen3-32b@rtx-3090" in succeed("trace", "show").stdout
 
 
 def test_diff(tmp_path: Path) -> None:

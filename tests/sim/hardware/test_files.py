@@ -224,7 +224,10 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 
 class TestShipped:
     def test_names(self) -> None:
-        expected = {"1x-h200", "4x1080ti", "4x3090-nvlink", "4x4090", "8x1080ti-2switch", "emulated"}
+        expected = {
+            "1x-h200", "4x1080ti", "4x3090-nvlink", "4x4090", "4xa100", "4xh100", "8x1080ti-2switch", "8x4090",
+            "emulated",
+        }  # fmt: skip
         assert set(shipped_machines()) == expected
 
     @pytest.mark.parametrize("name", shipped_machines())
