@@ -39,13 +39,11 @@ class Calculations:
         model: LayerModel,
         places: Places,
         devices: Devices,
-        seed: int,
     ) -> None:
         self._model, self._places, self._devices = model, places, devices
         self._buffers = schedule.buffers
         self._loss_layer = schedule.layers - 1
         self._minibatch = schedule.plan.minibatch
-        self._seed = seed
         self._gpu_models = [GpuModel(model) for _ in range(schedule.plan.gpus)]
         # Layers that no forward task runs have their forward in their backward task.
         self._run_forward = frozenset(
@@ -179,7 +177,7 @@ class Calculations:
                 target.zero_() if gradient is None else target.copy_(gradient)
 
     def _chance(self, roles: Roles, gpu: int, context: StepContext) -> Chance:
-        return Chance(self._devices.generator(gpu), self._seed, context.number, roles.samples[0])
+        return Chance(self._devices.generator(gpu), context.seed, context.number, roles.samples[0])
 
     def _share(self, roles: Roles) -> float:
         """What a microbatch's mean counts for in the minibatch's."""

@@ -23,11 +23,12 @@ class LossPart:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What the calculations of one step share. ``losses`` fills up; ``recordings`` are forwards whose backwards do not
-    repeat them, ``weight_parts`` the second parts of backwards, by GPU, that have done their first. With
-    ``checks_memory`` workspaces are measured."""
+    """What the calculations of one step share. Random layers draw from ``seed`` and the step's ``number``. ``losses``
+    fills up; ``recordings`` are forwards whose backwards do not repeat them, ``weight_parts`` the second parts of
+    backwards, by GPU, that have done their first. With ``checks_memory`` workspaces are measured."""
 
     number: int
+    seed: int
     checks_memory: bool
     losses: list[LossPart] = field(default_factory=list)
     recordings: dict[tuple[range, Interval], Recording] = field(default_factory=dict)

@@ -72,12 +72,16 @@ class Session:
         _check_bytes(schedule, layout, shards, optimizer)
         self._places = Places(schedule, model, layout, shards, devices)
         self._transfers = [Transfers(schedule, self._places, self._places.minibatch)]  # by step of those that overlap
-        self._calculations = Calculations(schedule, model, self._places, devices, seed)
+        self._calculations = Calculations(schedule, model, self._places, devices)
         self._updates = Updates(schedule, model, pack_optimizer, self._places)
         self._ties = _ties(model)
         self._runners: dict[int, LaneRunner] = {}  # by number of steps
         self._transfers[0].load_residents()
-        self._steps = first_step
+        self.go_on(first_step, seed)
+
+    def go_on(self, step: int, seed: int) -> None:
+        """The next step is number ``step``, and draws from ``seed``."""
+        self._steps, self._seed = step, seed
 
     @property
     def overruns(self) -> Overruns:
@@ -105,7 +109,7 @@ class Session:
             self._transfers.append(Transfers(self.schedule, self._places, self._places.new_minibatch()))
         for transfers, (inputs, labels) in zip(self._transfers, batches, strict=False):
             transfers.minibatch.load(Inputs.of(inputs), labels)
-        contexts = [StepContext(self._steps + number, check_memory) for number in range(len(batches))]
+        contexts = [StepContext(self._steps + number, self._seed, check_memory) for number in range(len(batches))]
         tasks = self.schedule.tasks
 
         def perform(task: Task, queue: Queue) -> int:

@@ -31,7 +31,9 @@ from ..running.session import Session, StepResult
 from .automatic import HARMONY, Planned, plan_automatically
 from .batches import Batch, joined
 from .changes import Changes
+from .checkpoint import Position, load, save
 from .inference import outputs_by_layer, outputs_on_host
+from .series import latest, save_step
 from .target import Target
 
 AUTO = "auto"
@@ -179,6 +181,59 @@ class Trainer:
         """Load the model's; what trains on."""
         self.sync()
         return self.model.load_state_dict(state, strict=strict)
+
+    # --------------------------------------------------------------------------------------------- checkpoints
+
+    def save(
+        self,
+        folder: str | Path,
+        schedulers: Sequence[Any] = (),
+        *,
+        data: Any = None,
+        extras: Any = None,
+        random_state: bool = False,
+    ) -> Path:
+        """Write a checkpoint: model, optimizer, ``schedulers`` of learning rates, the number of steps and the seed.
+
+        ``data`` says where the data goes on, ``extras`` are your own: numbers, texts, lists, dictionaries, tensors. See
+        :func:`~executor.training.checkpoint.save`.
+        """
+        self.sync()
+        position = Position(self.steps, self._seed, data, extras)
+        return save(folder, self.model, self.optimizer, schedulers, position, random_state=random_state)
+
+    def save_step(
+        self,
+        series: str | Path,
+        schedulers: Sequence[Any] = (),
+        *,
+        keep: int | None = None,
+        data: Any = None,
+        extras: Any = None,
+        random_state: bool = False,
+    ) -> Path:
+        """:meth:`save` a checkpoint ``step-000123`` into a folder of them, of which the newest ``keep`` stay."""
+
+        def write(folder: Path) -> Path:
+            return self.save(folder, schedulers, data=data, extras=extras, random_state=random_state)
+
+        return save_step(series, self.steps, write, keep=keep)
+
+    def load(self, folder: str | Path, schedulers: Sequence[Any] = ()) -> Position:
+        """Go on from a checkpoint, bit for bit with the same schedule, or with one of the same microbatches. Returns
+        what was saved with it. Raises CheckpointError, before anything changes, if it is not whole or of another model.
+        """
+        self.sync()
+        position = load(folder, self.model, self.optimizer, schedulers)
+        self.steps, self._seed = position.step, position.seed
+        if self._session is not None:
+            self._session.go_on(self.steps, self._seed)
+        return position
+
+    def resume(self, series: str | Path, schedulers: Sequence[Any] = ()) -> Position | None:
+        """:meth:`load` the last whole checkpoint in a folder of them; None, and nothing changes, if there is none."""
+        newest = latest(series)
+        return None if newest is None else self.load(newest, schedulers)
 
     # --------------------------------------------------------------------------------------------------- plans
 

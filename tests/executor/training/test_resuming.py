@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from executor import Trainer
 from executor.devices.emulated import EmulatedDevices
 from executor.models.workloads import Workload
 from executor.running.session import Session
@@ -24,6 +25,8 @@ from tests.executor.trained import (
     GPT2_PACKS,
     MINIBATCH,
     SEED,
+    Make,
+    adam,
     chain,
     dp_swap,
     gpt2,
@@ -200,3 +203,65 @@ def test_another_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
     )
     found = torch.load(tmp_path / "end.pt", weights_only=True)
     assert_equal(found, (losses[3:], end))
+
+
+def scheduled(make: Make, plan: Plan, seed: int = 0) -> tuple[Trainer, Any]:
+    workload = make()
+    machine = made.machine(plan.gpus)
+    optimizer = adam(workload.model.parameters())
+    schedule = build(plan, trace_of(workload, state_tensors=2), machine)
+    trainer = Trainer(workload.model, workload.loss_fn, optimizer, schedule, machine=machine, seed=seed)
+    return trainer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=7)
+
+
+def losses_of(trainer: Trainer, scheduler: Any, batches: Iterable[Any]) -> list[float]:
+    losses = []
+    for batch in batches:
+        losses.append(trainer.step(*batch))
+        scheduler.step()
+    return losses
+
+
+def gpt2_batches(steps: range) -> list[Any]:
+    return [gpt2().batch(MINIBATCH, SEED + step) for step in steps]
+
+
+@pytest.mark.parametrize("opened", [False, True], ids=["new", "open"])
+@pytest.mark.parametrize(
+    "options", [{}, {"resident_weights": (0, 1, 2), "resident_state": (0, 2)}], ids=["swaps", "stays"]
+)
+def test_a_trainer_goes_on_with_a_plan_and_a_seed_bit_for_bit(
+    opened: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """A new one, and one that has trained on something else already."""
+    plan = harmony(Policy.HARMONY_PP, 2, (2, 2), GPT2_PACKS, update=UpdateOn.GPU, **options)
+    trainer, scheduler = scheduled(gpt2_with_dropout, plan, seed=5)
+    first = losses_of(trainer, scheduler, gpt2_batches(range(3)))
+    trainer.save(tmp_path / "c", [scheduler], data={"sample": 3}, extras=["mine"])
+    second = losses_of(trainer, scheduler, gpt2_batches(range(3, 6)))
+    assert len({*first, *second}) == 6
+    other, other_scheduler = scheduled(gpt2_with_dropout, plan)
+    if opened:
+        losses_of(other, other_scheduler, gpt2_batches(range(7, 9)))
+    position = other.load(tmp_path / "c", [other_scheduler])
+    assert position == Position(3, 5, {"sample": 3}, ["mine"])
+    assert losses_of(other, other_scheduler, gpt2_batches(range(3, 6))) == second
+    assert other.steps == 6
+    assert_equal(other.state_dict(), trainer.state_dict())
+    assert_equal(other.optimizer.state_dict(), trainer.optimizer.state_dict())
+    assert_equal(other_scheduler.state_dict(), scheduler.state_dict())
+
+
+def test_a_trainer_resumes_where_its_last_whole_checkpoint_is(tmp_path: Path) -> None:
+    plan = harmony(Policy.HARMONY_DP, 1, (4, 4), CHAIN_PACKS)
+    trainer, scheduler = scheduled(chain, plan)
+    assert trainer.resume(tmp_path / "run", [scheduler]) is None
+    losses = []
+    for step in range(4):
+        losses += losses_of(trainer, scheduler, [chain().batch(MINIBATCH, step)])
+        trainer.save_step(tmp_path / "run", [scheduler], keep=3)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [f"step-{step:06}" for step in (2, 3, 4)]
+    (tmp_path / "run" / "step-000004" / "training.json").write_text("{")
+    other, other_scheduler = scheduled(chain, plan)
+    assert other.resume(tmp_path / "run", [other_scheduler]) == Position(3, 0)
+    assert losses_of(other, other_scheduler, [chain().batch(MINIBATCH, 3)]) == losses[3:]
