@@ -139,9 +139,10 @@ class Session:
         self._transfers[0].load_residents()
 
     @property
-    def has_residents(self) -> bool:
-        """Whether weights or optimizer state stay on GPUs from step to step."""
-        return any(buffer.resident for buffer in self.schedule.buffers)
+    def updates_residents(self) -> bool:
+        """Whether after a step what stays on GPUs may be newer than what the model and the optimizer hold."""
+        stays = {buffer.id for buffer in self.schedule.buffers if buffer.resident}
+        return any(not stays.isdisjoint(task.writes) for task in self.schedule.copies(TaskKind.UPDATE))
 
     @property
     def homes_agree(self) -> bool:

@@ -7,7 +7,6 @@ lies elsewhere. Changes through ``x.data`` are not counted, so values are looked
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from torch.optim import Optimizer
 from ..errors import ModelError, OptimizerError
 from ..models.layers import LOSS_PREFIX, LossFunction
 
-_LOOKED_AT = 4096
-"""Of each tensor, so many values at most, twice."""
+_LOOKED_AT = 1024
+"""About so many values of each tensor."""
 
 
 class Changes:
@@ -35,7 +34,8 @@ class Changes:
     def note(self) -> None:
         """Everything is as it should be now."""
         self._moved: set[str] = set()
-        self._seen = {name: _Seen.of(tensor) for name, tensor in self._tensors.items()}
+        self._versions = {name: tensor._version for name, tensor in self._tensors.items()}
+        self._glances = {name: _glance(tensor) for name, tensor in self._tensors.items()}
         self._state = _state(self._optimizer)
 
     def check(self) -> None:
@@ -69,7 +69,9 @@ class Changes:
         changed = [
             name
             for name, tensor in self._tensors.items()
-            if name in self._moved or _Seen.of(tensor) != self._seen[name]
+            if name in self._moved
+            or tensor._version != self._versions[name]
+            or not torch.equal(_glance(tensor), self._glances[name])
         ]
         return changed + (["optimizer state"] if _state(self._optimizer) != self._state else [])
 
@@ -104,36 +106,30 @@ class Changes:
         return [[id(parameter) for parameter in group["params"]] for group in self._optimizer.param_groups]
 
 
-@dataclass(frozen=True, eq=False)
 class _Seen:
     """A value as it was seen. Keeps it, so that no other takes its id."""
 
-    value: Any
-    version: int
-    looks: Tensor | None
-
-    @staticmethod
-    def of(value: Any) -> _Seen:
-        return _Seen(value, value._version, _looks(value)) if isinstance(value, Tensor) else _Seen(value, 0, None)
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.version = value._version if isinstance(value, Tensor) else 0
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Seen):
             return NotImplemented
-        if self.looks is None or other.looks is None:
-            return self.looks is other.looks and bool(self.value == other.value)
-        return self.value is other.value and self.version == other.version and torch.equal(self.looks, other.looks)
+        if isinstance(self.value, Tensor) or isinstance(other.value, Tensor):
+            return self.value is other.value and self.version == other.version
+        return bool(self.value == other.value)
 
 
-def _looks(tensor: Tensor) -> Tensor:
-    """Bytes of some values (NaN equals itself, then)."""
+def _glance(tensor: Tensor) -> Tensor:
+    """Bytes of some values (so that NaN equals itself)."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, len(flat) // _LOOKED_AT)].clone().view(torch.uint8)
 
 
 def _state(optimizer: Optimizer) -> dict[Any, dict[str, _Seen]]:
     return {
-        parameter: {name: _Seen.of(value) for name, value in state.items()}
-        for parameter, state in optimizer.state.items()
+        parameter: {name: _Seen(value) for name, value in state.items()} for parameter, state in optimizer.state.items()
     }
 
 

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +29,8 @@ from ..running.opening import open_session
 from ..running.session import Session, StepResult
 from .automatic import HARMONY, Planned, plan_automatically
 from .batches import Batch, joined
-from .changes import Changes
 from .checkpoint import Position, load, save
+from .handover import Handover
 from .inference import outputs_by_layer, outputs_on_host
 from .series import latest, save_step
 from .target import Target
@@ -91,12 +90,11 @@ class Trainer:
         self.optimizer = optimizer
         self._target = Target(machine, None if device is None else DeviceKind(device), gpus, gpu_memory)
         self._policies = [Policy(policy) for policy in policies]
-        self._seed = seed
+        self.seed = seed
         self._given = None if schedule == AUTO else _loaded(schedule)
         self._planned: Planned | None = None
         self._session: Session | None = None
-        self._changes: Changes | None = None
-        self._away = False  # what stays on GPUs is newer than what the model and the optimizer hold
+        self._handover: Handover | None = None
         self._times: deque[StepTimes] = deque(maxlen=REMEMBERED_STEPS)
         self.steps = 0
         self.last_step: StepResult | None = None
@@ -128,14 +126,13 @@ class Trainer:
                 "dtype that it is to compute in"
             )
         batch = joined([given if isinstance(given, Batch) else Batch.of(given) for given in batches])
-        session, changes = self._prepared(batch)
+        session, handover = self._prepared(batch)
         _check_size(batch, session.schedule)
-        self._take_over(session, changes)
-        self._away = session.has_residents
+        handover.take_over()
         try:
             result = session.step(batch.inputs, batch.labels)
         finally:
-            changes.note()
+            handover.give_back()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as schedulers of learning rates look for
         self.steps += 1
         self.last_step = result
@@ -144,10 +141,8 @@ class Trainer:
 
     def sync(self) -> None:
         """Bring the model and the optimizer up to date with what stays on GPUs; nothing to do for most schedules."""
-        if self._session is not None and self._changes is not None and self._away:
-            self._session.write_home()
-            self._changes.note()
-            self._away = False
+        if self._handover is not None:
+            self._handover.sync()
 
     # ---------------------------------------------------------------------------------------------- evaluation
 
@@ -199,7 +194,7 @@ class Trainer:
         :func:`~executor.training.checkpoint.save`.
         """
         self.sync()
-        position = Position(self.steps, self._seed, data, extras)
+        position = Position(self.steps, self.seed, data, extras)
         return save(folder, self.model, self.optimizer, schedulers, position, random_state=random_state)
 
     def save_step(
@@ -225,9 +220,9 @@ class Trainer:
         """
         self.sync()
         position = load(folder, self.model, self.optimizer, schedulers)
-        self.steps, self._seed = position.step, position.seed
+        self.steps, self.seed = position.step, position.seed
         if self._session is not None:
-            self._session.go_on(self.steps, self._seed)
+            self._session.go_on(self.steps, self.seed)
         return position
 
     def resume(self, series: str | Path, schedulers: Sequence[Any] = ()) -> Position | None:
@@ -271,8 +266,8 @@ class Trainer:
             raise ModelError("nothing is planned yet; run a step, or call prepare with a batch")
         return self._planned
 
-    def _prepared(self, batch: Batch) -> tuple[Session, Changes]:
-        if self._session is None or self._changes is None:
+    def _prepared(self, batch: Batch) -> tuple[Session, Handover]:
+        if self._session is None or self._handover is None:
             self._planned = planned = self._made(batch)
             layers = decompose(self.model, self.loss_fn, batch.inputs)
             self._session = open_session(
@@ -281,13 +276,11 @@ class Trainer:
                 self.optimizer,
                 planned.machine,
                 self._target.kind,
-                seed=self._seed,
+                seed=self.seed,
                 first_step=self.steps,
             )
-            self._changes = Changes(self.model, self.loss_fn, self.optimizer)
-            if self._session.has_residents:
-                self._sync_before_access()
-        return self._session, self._changes
+            self._handover = Handover(self._session, self.model, self.loss_fn, self.optimizer)
+        return self._session, self._handover
 
     def _made(self, batch: Batch) -> Planned:
         if self._given is not None:
@@ -297,33 +290,6 @@ class Trainer:
             return plan_automatically(
                 self.model, self.loss_fn, self.optimizer, batch, self._target, self._policies, progress
             )
-
-    def _take_over(self, session: Session, changes: Changes) -> None:
-        """What the user changed is what trains on."""
-        changes.check()
-        changed = changes.values()
-        if self._away:
-            if changed:
-                raise ModelError(
-                    f"{', '.join(changed[:5])} changed while newer values stayed on GPUs; call sync() of the Trainer "
-                    "before you change them"
-                )
-        elif changed or session.has_residents or not session.homes_agree:
-            session.read_home()
-
-    def _sync_before_access(self) -> None:
-        """States are current when the user asks for them, and known to be old when the user loads others."""
-        trainer = ref(self)
-
-        def sync(*_: Any) -> None:
-            if (own := trainer()) is not None:
-                own.sync()
-
-        for module in self.model.modules():
-            module.register_state_dict_pre_hook(sync)  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(sync)  # type: ignore[no-untyped-call]
-        self.optimizer.register_state_dict_pre_hook(sync)
-        self.optimizer.register_load_state_dict_pre_hook(sync)
 
 
 def _loaded(schedule: Schedule | str | Path) -> Schedule:
