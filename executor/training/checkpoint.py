@@ -38,7 +38,7 @@ from ..errors import CheckpointError
 from .folders import readable, replaced
 from .optimizer_state import DifferentOptimizer, OptimizerRecord, Restored, kind_of, record_optimizer
 from .plain_values import CannotBeStored, Find, decode, encode
-from .tensor_files import TensorFiles, TensorTable, memory_of_copies, write_tensors
+from .tensor_files import TensorFiles, TensorTable, memory_of_copies, unwritable, write_tensors
 
 FORMAT, VERSION = "harmony-checkpoint", 1
 SHARD_BYTES = 5 * 10**9
@@ -233,8 +233,8 @@ def _weights(model: nn.Module, path: str) -> TensorTable:
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise CheckpointError(path, f"cannot hold {name} of the model, which is no tensor: put it into the extras")
-        if value.is_meta:
-            raise CheckpointError(path, f"{name} of the model has no values (it is on the device meta)")
+        if problem := unwritable(value):
+            raise CheckpointError(path, f"cannot hold {name} of the model, which {problem}")
         weights.add(name, value)
     return weights
 

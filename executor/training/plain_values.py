@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .tensor_files import TensorTable
+from .tensor_files import TensorTable, unwritable
 
 Find = Callable[[str], Tensor]
 """A tensor by its name."""
@@ -26,7 +26,8 @@ class CannotBeStored(ValueError):
 def encode(value: Any, name: str, tensors: TensorTable) -> Any:
     """The value for JSON; its tensors go to ``tensors``, under names that begin with ``name``.
 
-    Raises CannotBeStored for anything but None, bool, int, float, str, list, tuple, dict, Counter and Tensor.
+    Raises CannotBeStored for anything but None, bool, int, float, str, list, tuple, dict, Counter and Tensor with
+    values.
     """
     match value:
         case None | bool():
@@ -38,6 +39,8 @@ def encode(value: Any, name: str, tensors: TensorTable) -> Any:
         case float():
             return float(value) if math.isfinite(value) else {"$float": str(float(value))}
         case Tensor():
+            if problem := unwritable(value):
+                raise CannotBeStored(f"{name} {problem}")
             return {"$tensor": tensors.add(name, value)}
         case list():
             return [encode(item, f"{name}/{index}", tensors) for index, item in enumerate(value)]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CheckpointError
-from .checkpoint import is_whole
+from .checkpoint import check, is_whole
 from .folders import remove
 
 _FOLDER = re.compile(r"\.?step-(\d+)(\.previous)?")
@@ -39,9 +39,15 @@ def save_step(series: str | Path, step: int, write: Callable[[Path], object], *,
 
 
 def latest(series: str | Path) -> Path | None:
-    """The checkpoint of the last step in a folder of them that is whole, or None."""
-    folders = (_folder(Path(series), step) for step in _steps(Path(series)))
-    return next((folder for folder in folders if is_whole(folder)), None)
+    """The checkpoint of the last step in a folder of them that is whole; None if there is none at all.
+
+    Raises CheckpointError, what is wrong with the last, if none of them is whole.
+    """
+    folders = [_folder(Path(series), step) for step in _steps(Path(series))]
+    whole = next((folder for folder in folders if is_whole(folder)), None)
+    if whole is None and folders:
+        check(folders[0])
+    return whole
 
 
 def _folder(series: Path, step: int) -> Path:

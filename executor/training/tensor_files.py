@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -59,6 +60,13 @@ def shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Te
     return found
 
 
+def unwritable(tensor: Tensor) -> str | None:
+    """Why a tensor cannot be written, if so."""
+    if tensor.is_meta:
+        return "has no values (it is on the device meta)"
+    return None if tensor.layout is torch.strided else f"is of the layout {tensor.layout}"
+
+
 def is_written_in_place(tensor: Tensor) -> bool:
     """Whether writing the tensor takes no copy of it."""
     return tensor.is_contiguous() and tensor.device.type == "cpu"
@@ -93,7 +101,8 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], identity: str) -> Non
             metadata={"format": "pt", _IDENTITY: identity},
         )
     except (SafetensorError, RuntimeError, ValueError, KeyError) as error:
-        raise FileError(str(path), f"cannot be written: {error}") from error
+        problem = " ".join(str(error).split())
+        raise FileError(str(path), f"cannot be written: {problem}") from error
     path.chmod(mode)
 
 

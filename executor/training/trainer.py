@@ -226,7 +226,8 @@ class Trainer:
         return position
 
     def resume(self, series: str | Path, schedulers: Sequence[Any] = ()) -> Position | None:
-        """:meth:`load` the last whole checkpoint in a folder of them; None, and nothing changes, if there is none."""
+        """:meth:`load` the last whole checkpoint in a folder of them; None, and nothing changes, if there is none at
+        all. Raises CheckpointError also if there are some and none is whole."""
         newest = latest(series)
         return None if newest is None else self.load(newest, schedulers)
 

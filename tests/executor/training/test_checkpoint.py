@@ -318,8 +318,13 @@ def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path: P
         save(folder, things.model, position=Position(extras={"best": [object()]}))
     with pytest.raises(CheckpointError, match=r"has a tensor of shape \(3,\) that is no parameter of the model"):
         save(folder, things.model, adam([torch.zeros(3)]))
-    with pytest.raises(CheckpointError, match=r"0\.weight of the model has no values"):
+    with pytest.raises(CheckpointError, match=r"0\.weight of the model, which has no values"):
         save(folder, copy.deepcopy(things.model).to("meta"))
+    with pytest.raises(CheckpointError, match=r"extras is of the layout torch\.sparse_coo"):
+        save(folder, things.model, position=Position(extras=torch.eye(2).to_sparse()))
+    things.model.register_buffer("part", things.model.get_parameter("0.weight").detach()[:1])
+    with pytest.raises(FileError, match="cannot be written: Some tensors share memory"):
+        save(folder, things.model)
     loaded(folder, trained(1))
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 

@@ -48,6 +48,14 @@ def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
     assert load(found, model).step == model.bias[0].item() == 10
 
 
+def test_training_does_not_begin_again_beside_checkpoints_that_cannot_be_read(tmp_path: Path) -> None:
+    for step in (1, 2):
+        saved(tmp_path, step)
+        (tmp_path / f"step-{step:06}" / "training.json").write_text("")
+    with pytest.raises(CheckpointError, match=r"step-000002/training\.json: is damaged"):
+        latest(tmp_path)
+
+
 def test_older_ones_are_removed(tmp_path: Path) -> None:
     for step in range(5):
         saved(tmp_path, step, keep=2)
