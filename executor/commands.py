@@ -16,12 +16,13 @@ from traces.schema import Trace
 
 from .devices.facade import DeviceKind
 from .errors import DeviceError
-from .estimating.estimate import HOST_BANDWIDTH, estimate
+from .estimating.estimate import DTYPES, HOST_BANDWIDTH, estimate
 from .estimating.gpus import known_gpu
+from .estimating.masters import AdamWithMasters
 from .measuring.calibrate import calibrate, cuda_machine
 from .measuring.profile import profile
 from .models.summary import LayerSummary, summarize_layers
-from .models.workloads import load_workload
+from .models.workloads import adam, load_workload
 from .reporting import Progress, silent
 from .running.run import RunResult, run
 
@@ -67,16 +68,23 @@ def estimate_trace(
     microbatches: Sequence[int],
     sequence: int | None = None,
     host_bandwidth: float | None = None,
+    masters: bool = False,
     in_parts: bool = False,
     progress: Progress = silent,
 ) -> Trace:
-    """What the model that ``model`` names would cost on a GPU that is known by name, whether or not it is here."""
+    """What the model that ``model`` names would cost on a GPU that is known by name, whether or not it is here.
+
+    ``masters``: Adam updates float32 copies of weights in half precision. Raises DeviceError if they are float32.
+    """
     spec = known_gpu(gpu)
+    if masters and DTYPES[dtype] is torch.float32:
+        raise DeviceError(f"weights in {dtype} are float32 and need no copy in it; choose bfloat16 or float16")
     return estimate(
         load_workload(model, values=False, sequence=sequence),
         spec,
         microbatches=microbatches,
         dtype=dtype,
+        optimizer=AdamWithMasters if masters else adam,
         host_bandwidth=host_bandwidth or HOST_BANDWIDTH,
         in_parts=in_parts,
         progress=progress,

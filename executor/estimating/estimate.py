@@ -23,6 +23,7 @@ from ..reporting import Progress, silent
 from ..running.optimizer import OptimizerFactory, PackOptimizer
 from .counting import Kind, Operator, Stage
 from .gpus import VERSION, KnownGpu
+from .masters import MASTER
 from .roofline import Roofline
 from .substitutes import CudaFunctions
 
@@ -107,7 +108,8 @@ def _shapes(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @dataclass(frozen=True)
 class _ModelledUpdates:
-    """Updates read weights, gradients and state once, and write weights and state once."""
+    """Updates read weights, gradients and state once, and write weights and state once. Weights that have a copy among
+    the state are only written."""
 
     roofline: Roofline
     host_bandwidth: float
@@ -129,7 +131,9 @@ def _update_bytes(model: LayerModel, layer: int, optimizer: OptimizerFactory) ->
     moved = 0
     for named in owned:
         parameter = named.tensor
-        state = sum(parameter.numel() * dtype.itemsize for dtype in packs.state_entries(parameter).values())
+        entries = packs.state_entries(parameter)
+        state = sum(parameter.numel() * dtype.itemsize for dtype in entries.values())
+        weights = parameter.nbytes * (1 if MASTER in entries else 2)
         added = 3 * parameter.nbytes * (users.get(named.qualified, 1) - 1)
-        moved += 2 * parameter.nbytes + parameter.nbytes + 2 * state + added
+        moved += weights + parameter.nbytes + 2 * state + added
     return moved

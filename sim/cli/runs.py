@@ -90,6 +90,13 @@ def estimate(
             help='What updates on the CPU read and write, such as "40 GB/s"; default 20.7 GB/s.',
         ),
     ] = None,
+    masters: Annotated[
+        bool,
+        typer.Option(
+            "--masters/--no-masters",
+            help="With half precision, Adam keeps its state and a copy of the weights in float32.",
+        ),
+    ] = False,
     split: Annotated[
         bool, typer.Option("--split", help="Also estimate backwards in two parts, for plans with --split-backward.")
     ] = False,
@@ -107,6 +114,7 @@ def estimate(
             microbatches=microbatch,
             sequence=sequence,
             host_bandwidth=host_bandwidth,
+            masters=masters,
             in_parts=split,
             progress=progress,
         )

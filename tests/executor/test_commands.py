@@ -63,6 +63,12 @@ def test_an_estimate_is_a_trace_to_plan_with() -> None:
     failed = harmony("estimate", "gpt2-demo", "--gpu", "rtx-4090", "--sequence", "129", "-o", "t.json")
     assert failed.exit_code == 1
     assert "it takes 1 to 128" in failed.stderr
+    with_masters = json_of(*words, "--dtype", "bfloat16", "--masters")
+    assert with_masters["optimizer_state_bytes"] == 6 * with_masters["weight_bytes"]
+    assert json_of(*words, "--dtype", "bfloat16")["optimizer_state_bytes"] == 2 * with_masters["weight_bytes"]
+    refused = harmony(*words, "--masters")
+    assert refused.exit_code == 1
+    assert "choose bfloat16 or float16" in refused.stderr
     slower = json_of(*words, "--host-bandwidth", "1 GB/s")
     assert slower["update_cpu_s"] == pytest.approx(20.7 * estimated["update_cpu_s"], rel=0.01)
 
