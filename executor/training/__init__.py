@@ -1,6 +1,7 @@
 """Training in a user's own loop, on top of ``running/``, from the top down::
 
 trainer.py       Trainer: steps, evaluation, state
+planning.py      how it comes by a schedule
 automatic.py     "auto": a model, an optimizer and a batch → a schedule for the machine at hand
 target.py        the machine at hand
 batches.py       what a step may be given

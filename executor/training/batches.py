@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import WorkloadError
+from ..errors import DifferentModel, WorkloadError
 from ..models.inputs import Inputs
 
 LABELS = "labels"
@@ -60,6 +60,20 @@ class Batch:
             raise WorkloadError(
                 f"the batch's inputs have shapes {self.inputs.shapes}, its labels {tuple(self.labels.shape)}; the "
                 "first dimension of all of them must be the samples"
+            )
+
+    def check_makes_up(self, minibatch: int) -> None:
+        """Raises DifferentModel unless it has as many samples."""
+        if self.samples < minibatch:
+            raise DifferentModel(
+                f"a step has {self.samples} samples, the schedule is for minibatches of {minibatch}; give several "
+                "batches that make it up (step_on), and leave out what is left of an epoch: DataLoader(…, "
+                "drop_last=True)"
+            )
+        if self.samples > minibatch:
+            raise DifferentModel(
+                f"a step has {self.samples} samples, the schedule is for minibatches of {minibatch}; give smaller "
+                f"batches, or plan again for {self.samples}"
             )
 
 

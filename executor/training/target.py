@@ -14,6 +14,7 @@ from sim.schedule import Schedule
 from sim.units import parse_bytes
 
 from ..devices.facade import DeviceKind
+from ..errors import DeviceError
 from ..measuring.calibrate import calibrate, cuda_machine
 from ..reporting import Progress
 
@@ -70,3 +71,12 @@ class Target:
         if self.gpu_memory is None and self.kind is DeviceKind.EMULATED:
             machine = machine.with_usable_memory(max(schedule.memory.gpu_cap_bytes))
         return machine.with_host_memory(psutil.virtual_memory().total)
+
+
+def kind_of_device(device: DeviceKind | str) -> DeviceKind:
+    """By name. Raises DeviceError."""
+    try:
+        return DeviceKind(device)
+    except ValueError:
+        known = ", ".join(kind.value for kind in DeviceKind)
+        raise DeviceError(f"there are no devices {device!r}; known are {known}") from None

@@ -14,29 +14,24 @@ from torch.optim import Optimizer
 from sim.hardware.machine import Machine
 from sim.plan import Policy
 from sim.schedule import Schedule
-from sim.schedule_files import load_schedule
 from sim.timelines.replay import StepTimes
 from sim.timelines.timeline import Timeline
-from sim.validation.validate import validate
 
 from ..devices.facade import DeviceKind
-from ..errors import DifferentModel, ModelError
+from ..errors import ModelError
 from ..models.inputs import Inputs
 from ..models.layers import LossFunction, decompose
-from ..reporting import on_terminal
 from ..running.measured import measured_timeline
 from ..running.opening import open_session
 from ..running.session import Session, StepResult
-from .automatic import HARMONY, Planned, plan_automatically
+from .automatic import HARMONY, Planned
 from .batches import Batch, joined
 from .checkpoint import Position, load, save
 from .handover import Handover
 from .inference import outputs_by_layer, outputs_on_host
+from .planning import AUTO, Planning
 from .series import latest, save_step
-from .target import Target
-
-AUTO = "auto"
-"""In place of a schedule: find the best one with the first batch."""
+from .target import Target, kind_of_device
 
 REMEMBERED_STEPS = 10
 """So many of the last steps are in :meth:`Trainer.timeline`."""
@@ -88,10 +83,9 @@ class Trainer:
         self.model = model if isinstance(model, nn.Module) else nn.Sequential(*model)
         self.loss_fn = loss_fn
         self.optimizer = optimizer
-        self._target = Target(machine, None if device is None else DeviceKind(device), gpus, gpu_memory)
-        self._policies = [Policy(policy) for policy in policies]
+        target = Target(machine, None if device is None else kind_of_device(device), gpus, gpu_memory)
+        self._planning = Planning.of(schedule, policies, target)
         self.seed = seed
-        self._given = None if schedule == AUTO else _loaded(schedule)
         self._planned: Planned | None = None
         self._session: Session | None = None
         self._handover: Handover | None = None
@@ -127,7 +121,7 @@ class Trainer:
             )
         batch = joined([given if isinstance(given, Batch) else Batch.of(given) for given in batches])
         session, handover = self._prepared(batch)
-        _check_size(batch, session.schedule)
+        batch.check_makes_up(session.schedule.plan.minibatch)
         handover.take_over()
         try:
             result = session.step(batch.inputs, batch.labels)
@@ -155,7 +149,7 @@ class Trainer:
         """
         self.sync()
         given = Inputs.of(inputs)
-        if on_host or self._target.kind is DeviceKind.EMULATED:
+        if on_host or self._planning.target.kind is DeviceKind.EMULATED:
             return outputs_on_host(self.model, given)
         return outputs_by_layer(self.model, self.loss_fn, given, torch.device("cuda", 0))
 
@@ -236,7 +230,7 @@ class Trainer:
     @property
     def schedule(self) -> Schedule:
         """The schedule. With "auto", there is one after the first step or :meth:`prepare`."""
-        return self._plan().schedule if self._given is None else self._given
+        return self._planning.given or self._plan().schedule
 
     @property
     def machine(self) -> Machine:
@@ -256,7 +250,7 @@ class Trainer:
         return measured_timeline(
             self.schedule,
             self.machine,
-            self._target.kind,
+            self._planning.target.kind,
             times,
             warmup_steps=1 if 1 < len(times) == self.steps else 0,
             overruns=self._session.overruns,
@@ -269,47 +263,16 @@ class Trainer:
 
     def _prepared(self, batch: Batch) -> tuple[Session, Handover]:
         if self._session is None or self._handover is None:
-            self._planned = planned = self._made(batch)
+            self._planned = planned = self._planning.plan(self.model, self.loss_fn, self.optimizer, batch)
             layers = decompose(self.model, self.loss_fn, batch.inputs)
             self._session = open_session(
                 planned.schedule,
                 layers,
                 self.optimizer,
                 planned.machine,
-                self._target.kind,
+                self._planning.target.kind,
                 seed=self.seed,
                 first_step=self.steps,
             )
             self._handover = Handover(self._session, self.model, self.loss_fn, self.optimizer)
         return self._session, self._handover
-
-    def _made(self, batch: Batch) -> Planned:
-        if self._given is not None:
-            _check_size(batch, self._given)
-            return Planned(self._given, self._target.fitting(self._given))
-        with on_terminal() as progress:
-            return plan_automatically(
-                self.model, self.loss_fn, self.optimizer, batch, self._target, self._policies, progress
-            )
-
-
-def _loaded(schedule: Schedule | str | Path) -> Schedule:
-    if isinstance(schedule, Schedule):
-        return schedule
-    loaded = load_schedule(schedule)
-    validate(loaded)
-    return loaded
-
-
-def _check_size(batch: Batch, schedule: Schedule) -> None:
-    minibatch = schedule.plan.minibatch
-    if batch.samples < minibatch:
-        raise DifferentModel(
-            f"a step has {batch.samples} samples, the schedule is for minibatches of {minibatch}; give several batches "
-            "that make it up (step_on), and leave out what is left of an epoch: DataLoader(…, drop_last=True)"
-        )
-    if batch.samples > minibatch:
-        raise DifferentModel(
-            f"a step has {batch.samples} samples, the schedule is for minibatches of {minibatch}; give smaller "
-            f"batches, or plan again for {batch.samples}"
-        )
