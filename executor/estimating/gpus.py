@@ -2,10 +2,10 @@
 
 Peaks are the manufacturers': dense, tensor cores with sums in float32 where there are any. What is reached was fitted
 on the GTX 1080 Ti only, to the per-layer times that Harmony's authors published with their code (msr-fiddle/harmony,
-float32, PyTorch 1.5). It gives whole models there, forward and forward with backward, within 15 % at every microbatch.
+float32, PyTorch 1.5). It gives whole models there, forward and forward with backward, within 14 % at every microbatch.
 Models of a family that the coefficients were not fitted to are within 15 %, ResNet within 28 %; at their smallest
 microbatch within 42 % (``benchmarks/bench_estimates.py``). For every other GPU what is reached is an assumption, and
-each says which.
+each says which; on the RTX 4090 it agrees with published throughput within 18 % (``benchmarks/bench_published.py``).
 """
 
 from __future__ import annotations
