@@ -114,7 +114,7 @@ class _ModelledUpdates:
     roofline: Roofline
     host_bandwidth: float
 
-    def __call__(self, model: LayerModel, layer: int, optimizer: OptimizerFactory) -> Updates:
+    def __call__(self, model: LayerModel, layer: int, optimizer: PackOptimizer) -> Updates:
         moved = _update_bytes(model, layer, optimizer)
         operator = Operator("update", Kind.ELEMENTWISE, Stage.FORWARD, 0, moved)
         return {
@@ -123,15 +123,14 @@ class _ModelledUpdates:
         }
 
 
-def _update_bytes(model: LayerModel, layer: int, optimizer: OptimizerFactory) -> int:
+def _update_bytes(model: LayerModel, layer: int, optimizer: PackOptimizer) -> int:
     """Bytes that the update of what a layer owns reads and writes, adding up the gradients of shared ones included."""
     users = {group.name: len(group.layers) for group in model.tied}
     owned = model.owned(layer).values()
-    packs = PackOptimizer(optimizer([named.tensor for named in owned]))
     moved = 0
     for named in owned:
         parameter = named.tensor
-        entries = packs.state_entries(parameter)
+        entries = optimizer.state_entries(parameter)
         state = sum(parameter.numel() * dtype.itemsize for dtype in entries.values())
         weights = parameter.nbytes * (1 if MASTER in entries else 2)
         added = 3 * parameter.nbytes * (users.get(named.qualified, 1) - 1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..models.layers import LayerModel
 from ..running.compute import Chance, GpuModel, LayerTensors
-from ..running.optimizer import Moved, OptimizerFactory, PackOptimizer, State
+from ..running.optimizer import Moved, PackOptimizer, State
 from .sampling import Clock
 
 GRADIENT_SCALE = 1e-3
@@ -82,16 +82,16 @@ class LayerBench:
 
 
 class UpdateBench:
-    """The update of what a layer owns, ready to be timed on the host and on a device, by an optimizer of its own.
+    """The update of what a layer owns, ready to be timed on the host and on a device, by one like the given optimizer.
 
     Of a parameter that several layers use, adding their gradients up is part of the update.
     """
 
-    def __init__(self, model: LayerModel, layer: int, device: torch.device, optimizer: OptimizerFactory) -> None:
+    def __init__(self, model: LayerModel, layer: int, device: torch.device, optimizer: PackOptimizer) -> None:
         users = {group.name: len(group.layers) for group in model.tied}
-        owned = model.owned(layer).values()
+        owned = [named for named in model.owned(layer).values() if optimizer.updates(named.tensor)]
         parameters = [nn.Parameter(_copied(named.tensor, torch.device("cpu"))) for named in owned]
-        self._packs = PackOptimizer(optimizer(parameters))
+        self._packs = optimizer.over({p: named.tensor for p, named in zip(parameters, owned, strict=True)})
         self._host = {
             parameter: [_made_up(parameter) for _ in range(users.get(named.qualified, 1))]
             for parameter, named in zip(parameters, owned, strict=True)

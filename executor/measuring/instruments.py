@@ -11,7 +11,7 @@ from traces.schema import Phase, Provenance
 
 from ..devices.processor import SteadyClock
 from ..models.layers import LayerModel
-from ..running.optimizer import OptimizerFactory
+from ..running.optimizer import PackOptimizer
 from .bench import UpdateBench
 from .sampling import Clock, cuda_clock, wall_clock
 
@@ -27,7 +27,7 @@ class Instruments:
     name: str
     device: torch.device
     clock: Clock
-    updates: Callable[[LayerModel, int, OptimizerFactory], Updates]
+    updates: Callable[[LayerModel, int, PackOptimizer], Updates]
     generator: torch.Generator
     times: Provenance = Provenance.MEASURED
     sizes: Provenance = Provenance.MEASURED
@@ -46,8 +46,8 @@ def instruments_of(device: torch.device) -> Instruments:
 
 def _updates(
     device: torch.device, clock: Clock, host_clock: Clock
-) -> Callable[[LayerModel, int, OptimizerFactory], Updates]:
-    def updates(model: LayerModel, layer: int, optimizer: OptimizerFactory) -> Updates:
+) -> Callable[[LayerModel, int, PackOptimizer], Updates]:
+    def updates(model: LayerModel, layer: int, optimizer: PackOptimizer) -> Updates:
         bench = UpdateBench(model, layer, device, optimizer)
         return {
             Phase.UPDATE_CPU: lambda: bench.host_ns(host_clock),

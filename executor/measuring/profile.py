@@ -96,7 +96,6 @@ class Profiler:
             raise WorkloadError(f"microbatch sizes are {list(microbatches)}; give at least one, each 1 or more")
         self._instruments, self._in_parts = instruments, in_parts
         self._device, self._clock = instruments.device, instruments.clock
-        self._factory = optimizer
         self._model = workload.layers(self._microbatches[0])
         trained = [parameter for parameter in workload.model.parameters() if parameter.requires_grad]
         if not trained:
@@ -172,7 +171,7 @@ class Profiler:
                     pieces[at, Phase.BACKWARD_INPUT, u] = self._parts(benches, kind, u, both=False)
                     pieces[at, Phase.BACKWARD_WEIGHT, u] = self._parts(benches, kind, u, both=True)
             if self._model.owned(members[0]):
-                updates = [self._instruments.updates(self._model, layer, self._factory) for layer in members]
+                updates = [self._instruments.updates(self._model, layer, self._optimizer) for layer in members]
                 for phase in (Phase.UPDATE_CPU, Phase.UPDATE_GPU):
                     pieces[at, phase, 0] = self._update([each[phase] for each in updates])
         durations = sample(

@@ -9,7 +9,7 @@ schedule, and the rest (a step count, say) stays here.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,15 +53,16 @@ class PackOptimizer:
             for parameter in group["params"][:1]:
                 self._state_of(parameter)
 
-    def like(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """An optimizer of the same class and options, without state, over other parameters, all with the options of the
-        first group. Those of the optimizer itself keep theirs, and others are left out beside them."""
+    def updates(self, parameter: nn.Parameter) -> bool:
+        """Whether it is one of the optimizer's."""
+        return parameter in self._group_of
+
+    def over(self, copies: Mapping[nn.Parameter, nn.Parameter]) -> PackOptimizer:
+        """The same, without any state, over copies (by copy) of its parameters."""
         groups: dict[int, list[Tensor]] = {}
-        given = list(parameters)
-        own = [parameter for parameter in given if parameter in self._group_of]
-        for parameter in own or given:
-            groups.setdefault(self._group_of.get(parameter, 0), []).append(parameter)
-        return self._shadow(groups, defaultdict(dict))
+        for each, original in copies.items():
+            groups.setdefault(self._group_of[original], []).append(each)
+        return PackOptimizer(self._shadow(groups, defaultdict(dict)))
 
     def check_shards(self) -> None:
         """Raises OptimizerError unless each element is updated by itself, as updates of shards need."""

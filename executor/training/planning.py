@@ -15,6 +15,7 @@ from sim.schedule import Schedule
 from sim.schedule_files import load_schedule
 from sim.validation.validate import validate
 
+from ..errors import OptimizerError
 from ..models.layers import LossFunction
 from ..reporting import on_terminal
 from .automatic import Planned, plan_automatically
@@ -45,7 +46,15 @@ class Planning:
         return Planning(None if schedule == AUTO else _loaded(schedule), wanted, target)
 
     def plan(self, model: nn.Module, loss_fn: LossFunction, optimizer: Optimizer, batch: Batch) -> Planned:
-        """The schedule, for batches like this one. A search shows how far it is, on a terminal."""
+        """The schedule, for batches like this one. A search shows how far it is, on a terminal.
+
+        Raises OptimizerError for the optimizer of another model, DifferentModel for a batch of another size.
+        """
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if trained.isdisjoint(id(parameter) for parameter in model.parameters()):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} has no parameter of the model; make it with model.parameters()"
+            )
         if self.given is not None:
             batch.check_makes_up(self.given.plan.minibatch)
             return Planned(self.given, self.target.fitting(self.given))

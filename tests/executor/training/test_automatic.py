@@ -28,7 +28,7 @@ def test_plans_for_the_optimizer_it_is_given(policy: Policy) -> None:
     """Whose state is that of some parameters only, and in groups."""
 
     def some(parameters: Iterator[nn.Parameter]) -> Optimizer:
-        return in_groups(iter(list(parameters)[1:]))
+        return in_groups(parameter for parameter in parameters if parameter.ndim == 2)
 
     ours, theirs = chain(), chain()
     optimizer, plain = some(ours.model.parameters()), Plain(theirs, some(theirs.model.parameters()))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.errors import DeviceError, DifferentModel
+from executor.errors import DeviceError, DifferentModel, OptimizerError
 from executor.training.batches import Batch
 from executor.training.planning import Planning
 from executor.training.target import Target, kind_of_device
@@ -23,6 +23,10 @@ def test_a_schedule_that_is_given_is_kept() -> None:
     assert planned.schedule is schedule
     assert planned.machine is machine
     assert planned.predicted is None
+    with pytest.raises(OptimizerError, match="Adam has no parameter of the model"):
+        planning.plan(
+            workload.model, workload.loss_fn, adam(chain().model.parameters()), Batch.of(*workload.batch(8, 0))
+        )
     with pytest.raises(DifferentModel, match="a step has 7 samples"):
         planning.plan(workload.model, workload.loss_fn, optimizer, Batch.of(*workload.batch(7, 0)))
 
