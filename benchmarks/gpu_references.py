@@ -98,7 +98,7 @@ def _bert() -> Workload:
     """As it was when it was measured: its GELU is five operators, x / 2 · (1 + erf(x / √2)).
 
     The measured memory shows it: a sample takes 125.8 MB in a block's forward and backward, estimated are 122 MB with
-    these operators and 84 MB with one. At 78 samples, the most that fitted, a block's backward (with its forward) took
+    these operators and 82 MB with one. At 78 samples, the most that fitted, a block's backward (with its forward) took
     8.2 ms for each sample instead of the 7.5 ms that it took at 10 to 64, while its forward alone took as long for each
     as ever: of 10 GiB, 9.2 were in use. Estimates know nothing of a memory that is full.
     """
