@@ -132,6 +132,9 @@ class TensorFiles:
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
