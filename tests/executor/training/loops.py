@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from executor import Trainer
 from executor.models.workloads import Workload
 from sim.builders import build
-from sim.plan import Plan, Policy, UpdateOn
+from sim.plan import Plan, Policy, Reduce, UpdateOn
 from sim.schedule import Schedule
 from tests.executor import made
 from tests.executor.trained import CHAIN_PACKS, MINIBATCH, adam, dp_swap, harmony, sharded, trace_of
@@ -23,7 +23,8 @@ WEIGHTS_STAY = harmony(Policy.HARMONY_PP, 2, (4, 4), CHAIN_PACKS, resident_weigh
 STATE_STAYS = harmony(
     Policy.HARMONY_DP, 2, (4, 4), CHAIN_PACKS, update=UpdateOn.GPU, resident_weights=(0, 1, 2), resident_state=(0, 2)
 )
-PLANS = [ON_CPU, ON_GPU, WEIGHTS_STAY, STATE_STAYS, dp_swap(2, 3), sharded(2, 2)]
+BY_SHARDS = harmony(Policy.HARMONY_DP, 2, (4, 4), CHAIN_PACKS, update=UpdateOn.GPU, reduce=Reduce.SCATTER)
+PLANS = [ON_CPU, ON_GPU, BY_SHARDS, WEIGHTS_STAY, STATE_STAYS, dp_swap(2, 3), sharded(2, 2)]
 """For :func:`~tests.executor.trained.chain`."""
 
 
