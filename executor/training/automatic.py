@@ -15,8 +15,10 @@ from sim.planner.choice import PlanChoice
 from sim.planner.search import search
 from sim.schedule import Schedule
 from sim.timelines.timeline import Timeline
+from traces.schema import Trace
 
 from ..devices.facade import DeviceKind
+from ..errors import ModelError
 from ..measuring.profile import default_microbatches, profile
 from ..models.layers import LossFunction
 from ..models.workloads import Workload
@@ -49,16 +51,10 @@ def plan_automatically(
     progress: Progress,
 ) -> Planned:
     """Calibrate (unless the machine is given), profile with this batch as the minibatch, and search."""
-    machine = target.measured(lambda share, what: progress(0.1 * share, f"calibrating: {what}"))
+    machine = target.measured(_part(progress, 0.0, 0.1, "calibrating"))
     workload = Workload(type(model).__name__, model, loss_fn, lambda samples, _: _pair(batch.first(samples)))
-    trace = profile(
-        workload,
-        microbatches=default_microbatches(batch.samples),
-        optimizer=lambda _: optimizer,
-        device=torch.device("cuda" if target.kind is DeviceKind.CUDA else "cpu"),
-        budget_s=PROFILE_S,
-        progress=lambda share, what: progress(0.1 + 0.6 * share, f"profiling: {what}"),
-    )
+    report = _part(progress, 0.1, 0.7, "profiling")
+    trace = _profiled(workload, default_microbatches(batch.samples), optimizer, target.kind, report)
     found = search(
         trace,
         machine,
@@ -66,10 +62,41 @@ def plan_automatically(
         policies=policies,
         choice=_choice(policies),
         max_simulated=MAX_SIMULATED,
-        progress=lambda share, what: progress(0.7 + 0.3 * share, f"searching: {what}"),
+        progress=_part(progress, 0.7, 1.0, "searching"),
     )
     progress(1.0, "planned")
     return Planned(found.best.schedule, machine, found.best.timeline)
+
+
+def _profiled(
+    workload: Workload, microbatches: Sequence[int], optimizer: Optimizer, kind: DeviceKind, progress: Progress
+) -> Trace:
+    """At these sizes of microbatches, but for one sample if the model cannot train on that (batch normalisation of
+    vectors), and for the largest if they take more memory than a GPU has. Schedules leave those out, then."""
+    device = torch.device("cuda" if kind is DeviceKind.CUDA else "cpu")
+    try:
+        return profile(
+            workload,
+            microbatches=microbatches,
+            optimizer=lambda _: optimizer,
+            device=device,
+            budget_s=PROFILE_S,
+            progress=progress,
+        )
+    except ModelError as error:
+        fewer: Sequence[int] = ()
+        if isinstance(error.__cause__, torch.OutOfMemoryError):
+            fewer = microbatches[:-1]
+        elif microbatches[0] == 1:
+            fewer = microbatches[1:]
+        if not fewer:
+            raise
+    return _profiled(workload, fewer, optimizer, kind, progress)
+
+
+def _part(progress: Progress, start: float, stop: float, name: str) -> Progress:
+    """Progress of a part of the whole."""
+    return lambda share, what: progress(start + (stop - start) * share, f"{name}: {what}")
 
 
 def _choice(policies: Sequence[Policy]) -> PlanChoice:

@@ -60,6 +60,9 @@ class Trainer:
     A batch is given as inputs and labels, as a pair of them, or as one dictionary that holds "labels"; inputs are a
     tensor, a tuple, or a dictionary by names of the model's arguments.
 
+    A step is forward, backward and update in one: there is nothing to zero, to clip or to step beside it. Schedulers of
+    learning rates take the optimizer as always.
+
     The model stays the user's own, on the CPU: what it holds is what trains on, so its values, the optimizer's, and
     learning rates may be changed between steps. Some schedules let weights or optimizer state stay on GPUs: there,
     ``state_dict()`` of model and optimizer are current, and loading them works, but call :meth:`sync` before you look

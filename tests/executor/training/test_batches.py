@@ -6,14 +6,8 @@ from transformers import BatchEncoding
 
 from executor.errors import WorkloadError
 from executor.training.batches import Batch, joined
-from tests.executor.trained import (
-    MINIBATCH,
-    chain,
-)
-from tests.executor.training.loops import (
-    ON_CPU,
-    trainer_of,
-)
+from tests.executor.trained import MINIBATCH, chain
+from tests.executor.training.loops import ON_CPU, trainer_of
 
 
 def test_a_batch_has_labels() -> None:

@@ -12,16 +12,7 @@ from torch.optim import Optimizer
 from executor.errors import ModelError, OptimizerError, TaskFailed
 from executor.models.workloads import Workload
 from sim.plan import Plan, Policy
-from tests.executor.trained import (
-    CHAIN_PACKS,
-    MINIBATCH,
-    adam,
-    chain,
-    dp_swap,
-    harmony,
-    name_of,
-    normalised_chain,
-)
+from tests.executor.trained import CHAIN_PACKS, MINIBATCH, adam, chain, dp_swap, harmony, name_of, normalised_chain
 from tests.executor.training.loops import (
     ON_CPU,
     ON_GPU,

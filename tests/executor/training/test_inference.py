@@ -10,17 +10,8 @@ from executor.models.inputs import Inputs, call_model, logits_of
 from executor.models.workloads import Workload
 from executor.training.inference import outputs_by_layer
 from sim.plan import Policy
-from tests.executor.trained import (
-    CHAIN_PACKS,
-    gpt2,
-    harmony,
-    normalised_chain,
-    skips,
-)
-from tests.executor.training.loops import (
-    batches,
-    trainer_of,
-)
+from tests.executor.trained import CHAIN_PACKS, gpt2, harmony, normalised_chain, skips
+from tests.executor.training.loops import batches, trainer_of
 
 
 def test_evaluates_as_the_model_does_and_disturbs_nothing() -> None:

@@ -11,13 +11,8 @@ from executor.reporting import silent
 from executor.training.target import Target
 from sim.hardware.files import load_machine, save_machine
 from tests.executor import made
-from tests.executor.trained import (
-    chain,
-)
-from tests.executor.training.loops import (
-    ON_CPU,
-    schedule_of,
-)
+from tests.executor.trained import chain
+from tests.executor.training.loops import ON_CPU, schedule_of
 
 
 def test_a_machine_is_a_value_a_name_or_a_file(tmp_path: Path) -> None:

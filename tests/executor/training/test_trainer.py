@@ -16,16 +16,7 @@ from executor.errors import DifferentModel, ModelError, OptimizerError
 from executor.models.workloads import Workload
 from sim.plan import Plan, Policy
 from sim.schedule_files import save_schedule
-from tests.executor.trained import (
-    GPT2_PACKS,
-    MINIBATCH,
-    adam,
-    chain,
-    gpt2,
-    harmony,
-    name_of,
-    skips,
-)
+from tests.executor.trained import GPT2_PACKS, MINIBATCH, adam, chain, gpt2, harmony, name_of, skips
 from tests.executor.training.loops import (
     ON_CPU,
     ON_GPU,
