@@ -51,7 +51,8 @@ class Trainer:
 
     ``model`` is any module that can be cut into layers, or a list of layers. ``schedule`` is a Schedule, the path of
     its file, or "auto": then the first batch is profiled, and the best schedule of the ``policies`` searched. Planning
-    happens at the first step, or when :meth:`prepare` is called.
+    happens at the first step, or when :meth:`prepare` is called; ``sim.save_schedule(trainer.schedule, "best.json")``
+    keeps what was found for the next time.
 
     ``machine`` is a machine's value, name or file; without one it is this computer: its CUDA devices, or, without any
     (or with ``device="emulated"``), emulated ones. ``gpus`` and ``gpu_memory`` (bytes, or such as "9 GB") say how much
