@@ -34,7 +34,8 @@ def measure_trace(
     model: str,
     *,
     device: str,
-    microbatches: Sequence[int],
+    microbatches: Sequence[int] | None,
+    memory_bytes: int | None = None,
     repeats: int,
     warmups: int,
     budget_s: float,
@@ -51,6 +52,7 @@ def measure_trace(
     return profile(
         load_workload(model, values=None, sequence=sequence),
         microbatches=microbatches,
+        memory_bytes=memory_bytes,
         device=torch.device(device),
         warmups=warmups,
         repeats=repeats,

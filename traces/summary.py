@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .costs import Costs
+from .doubts import blind_spots, noise
 from .schema import Phase, Trace, worst
 
 _NS_PER_S = 10**9
@@ -17,7 +18,7 @@ def summarize(trace: Trace) -> dict[str, Any]:
     sizes were profiled; its ``provenance`` is, for each figure, the least trustworthy among the layers (``memory``: of
     saved and workspace bytes).
     ``update_cpu_s`` and ``update_gpu_s`` are None where the trace has no such rows; the ``provenance`` beside them is
-    theirs.
+    theirs. ``noise`` says which measured durations vary too much (None: none do), ``unseen`` what the trace leaves out.
     """
     costs = Costs(trace)
     profiled = {row.microbatch for row in trace.sizes}
@@ -44,6 +45,8 @@ def summarize(trace: Trace) -> dict[str, Any]:
             if (rows := [row for row in trace.times if row.phase is phase])
         },
         "times": [_times(costs, u) for u in sorted(profiled)],
+        "noise": None if (found := noise(trace)) is None else str(found),
+        "unseen": list(blind_spots(trace)),
     }
 
 

@@ -1,7 +1,7 @@
 """Profiling: measuring what a model costs, layer by layer, as a Trace.
 
     check     a small batch through the model; which layers are alike
-    sizes     memory of each unlike layer at each microbatch size
+    sizes     memory of each unlike layer at each microbatch size; which sizes, if nobody says (``grid.py``)
     times     each unlike layer at each size, and its updates, in turn until the budget is spent
 
 Layers that are alike are measured together: each round times another of them, as running them in turn does to
@@ -11,6 +11,7 @@ both together, and BACKWARD is that less FORWARD: then FORWARD + BACKWARD is wha
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
@@ -25,6 +26,7 @@ from ..reporting import Progress, silent
 from ..running.compute import Chance, GpuModel, LayerTensors
 from ..running.optimizer import OptimizerFactory, PackOptimizer
 from .bench import LayerBench, layer_tensors
+from .grid import Grid, memory_at_hand
 from .instruments import Instruments, instruments_of
 from .probe import Found, blamed, probe
 from .sampling import Sampled, sample, summarise
@@ -55,7 +57,8 @@ def default_microbatches(minibatch: int) -> tuple[int, ...]:
 def profile(
     workload: Workload,
     *,
-    microbatches: Sequence[int],
+    microbatches: Sequence[int] | None = None,
+    memory_bytes: int | None = None,
     optimizer: OptimizerFactory = adam,
     device: torch.device = _CPU,
     warmups: int = 1,
@@ -66,16 +69,24 @@ def profile(
 ) -> Trace:
     """Measure a workload at these microbatch sizes on a device. The model is not changed.
 
+    Without sizes they are 1, 2, 4, … up to the largest at which a layer's backward fits into ``memory_bytes`` (of the
+    GPU that is profiled for; without, what the device has left), as far as the budget goes.
+
     On the CPU, times are steady CPU time of one thread (``devices/processor.py``), updates on the "GPU" included; on
     CUDA they are the device's own, and updates on the host what passes with all of torch's threads. Each duration is a
-    median of up to ``repeats`` rounds: as many as fit into ``budget_s`` seconds, but at least 3. ``in_parts`` also
-    measures backwards in two parts. Raises ModelError or
-    WorkloadError for a model, loss or batch that no schedule can run, naming the layer.
+    median of up to ``repeats`` rounds: as many as fit into ``budget_s`` seconds, but at least 3. Those that vary much
+    get up to as many more, in what is left of the budget. ``in_parts`` also measures backwards in two parts. Raises
+    ModelError or WorkloadError for a model, loss or batch that no schedule can run, naming the layer.
     """
     if repeats < 1:
         raise WorkloadError(f"{repeats} repeats leave nothing to measure; give at least 1")
     with quiet() if device.type == "cpu" else torch.cuda.device(device):
-        profiler = Profiler(workload, microbatches, optimizer, instruments_of(device), in_parts=in_parts)
+        sizes = (
+            Grid(memory_bytes or memory_at_hand(device), budget_s * (1 - _SIZES_SHARE))
+            if microbatches is None
+            else microbatches
+        )
+        profiler = Profiler(workload, sizes, optimizer, instruments_of(device), in_parts=in_parts)
         return profiler.trace(warmups, repeats, budget_s, progress)
 
 
@@ -85,15 +96,17 @@ class Profiler:
     def __init__(
         self,
         workload: Workload,
-        microbatches: Sequence[int],
+        microbatches: Sequence[int] | Grid,
         optimizer: OptimizerFactory,
         instruments: Instruments,
         *,
         in_parts: bool = False,
     ) -> None:
-        self._workload, self._microbatches = workload, tuple(sorted(set(microbatches)))
-        if not microbatches or self._microbatches[0] < 1:
-            raise WorkloadError(f"microbatch sizes are {list(microbatches)}; give at least one, each 1 or more")
+        self._workload = workload
+        self._grid = microbatches if isinstance(microbatches, Grid) else None
+        self._microbatches = (1,) if isinstance(microbatches, Grid) else tuple(sorted(set(microbatches)))
+        if not self._microbatches or self._microbatches[0] < 1:
+            raise WorkloadError(f"microbatch sizes are {list(self._microbatches)}; give at least one, each 1 or more")
         self._instruments, self._in_parts = instruments, in_parts
         self._device, self._clock = instruments.device, instruments.clock
         self._model = workload.layers(self._microbatches[0])
@@ -138,21 +151,40 @@ class Profiler:
         return self._tensors[layer]
 
     def _sizes(self, found: Sequence[Found], progress: Progress) -> tuple[SizeRow, ...]:
+        """Memory at each size; finds the sizes, if nobody said."""
         rows: dict[tuple[int, int], LayerBytes] = {}
-        for at, kind in enumerate(found):
-            first = kind.layers[0]
-            progress(_SIZES_SHARE * at / len(found), f"memory of {self._model.layers[first].name}")
-            for u in self._microbatches:
-                inputs = kind.inputs_for(u)
-                with blamed(self._model.layers[first], inputs):
-                    measured = measure_sizes(
-                        self._model, first, inputs, self._tensors_of(first), self._chance, in_parts=self._in_parts
-                    )
-                rows.update({(layer, u): measured for layer in kind.layers})
+        waiting, started_s = list(self._microbatches), time.monotonic()
+        measured: list[int] = []
+        while waiting:
+            u = waiting.pop(0)
+            progress(_SIZES_SHARE * len(measured) / (1 + len(measured) + len(waiting)), f"memory at {u} samples")
+            measured.append(u)
+            for kind in found:
+                of_kind = self._sizes_of(kind, u)
+                rows.update({(layer, u): of_kind for layer in kind.layers})
+            if self._grid is not None:
+                hungriest = max((self._task_bytes(kind, rows[kind.layers[0], u]) for kind in found), key=sum)
+                following = self._grid.after(u, sum(hungriest), hungriest[0], time.monotonic() - started_s)
+                waiting = [] if following is None else [following]
+        self._microbatches = tuple(measured)
         source = self._instruments.sizes
         return tuple(
             SizeRow(layer=layer, microbatch=u, provenance=source, **asdict(rows[layer, u])) for layer, u in sorted(rows)
         )
+
+    def _sizes_of(self, kind: Found, u: int) -> LayerBytes:
+        first = kind.layers[0]
+        inputs = kind.inputs_for(u)
+        with blamed(self._model.layers[first], inputs):
+            return measure_sizes(
+                self._model, first, inputs, self._tensors_of(first), self._chance, in_parts=self._in_parts
+            )
+
+    def _task_bytes(self, kind: Found, sizes: LayerBytes) -> tuple[int, int]:
+        """What a backward of one layer takes: for its state, and for its samples."""
+        spec = self._model.layers[kind.layers[0]]
+        state = spec.weight_bytes + spec.gradient_bytes + spec.buffer_bytes
+        return state, sizes.input_bytes + sizes.saved_bytes + sizes.workspace_bytes
 
     def _times(
         self, found: Sequence[Found], warmups: int, repeats: int, budget_s: float, progress: Progress
@@ -207,7 +239,7 @@ class Profiler:
         ]
         order = list(Phase)
         rows.sort(key=lambda row: (order.index(row.phase), row.layer, row.microbatch))
-        return tuple(rows), len(durations[0])
+        return tuple(rows), min(len(each) for each in durations)
 
     def _forward(self, benches: Sequence[LayerBench], kind: Found, u: int) -> Callable[[int], int]:
         def work(number: int) -> int:

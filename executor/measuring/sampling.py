@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from traces.doubts import NOISY
+
 from ..reporting import Progress, silent
 
 Clock = Callable[[Callable[[], object]], int]
@@ -27,6 +29,11 @@ class Sampled(NamedTuple):
 
     median_ns: int
     spread_ns: int
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether it varies too much to be trusted."""
+        return self.spread_ns > NOISY * self.median_ns
 
 
 def wall_clock(work: Callable[[], object]) -> int:
@@ -68,7 +75,8 @@ def sample(
 
     A piece is called with the number of the round and returns its duration. There are ``warmups`` rounds that do not
     count, then up to ``repeats``: as many as the budget (seconds, warm-ups included) has room for, but at least
-    :data:`FEWEST_REPEATS` unless ``repeats`` is less.
+    :data:`FEWEST_REPEATS` unless ``repeats`` is less. Noisy pieces (:data:`~traces.doubts.NOISY`) are called up to
+    ``repeats`` times more, while the budget lasts.
     """
     durations: list[list[int]] = [[] for _ in pieces]
     started = clock_s()
@@ -84,6 +92,10 @@ def sample(
             duration = piece(number)
             if counted >= 0:
                 durations[at].append(duration)
+    for number in range(total, total + repeats):
+        for at, piece in enumerate(pieces):
+            if summarise(durations[at]).is_noisy and clock_s() - started < budget_s:
+                durations[at].append(piece(number))
     return durations
 
 

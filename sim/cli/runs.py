@@ -38,8 +38,23 @@ def profile(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="T.json", help="Trace to write.")],
     device: Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="cpu is for emulated GPUs.")] = "cpu",
     microbatch: Annotated[
-        Any, typer.Option("--microbatch", metavar="1,2,…", parser=words.counts, help="Microbatch sizes to measure.")
-    ] = "1,2,4,8",
+        Any,
+        typer.Option(
+            "--microbatch",
+            metavar="1,2,…",
+            parser=words.counts,
+            help="Microbatch sizes to measure. Default: 1, 2, 4, … up to the largest that fits, as the budget allows.",
+        ),
+    ] = None,
+    gpu_memory: Annotated[
+        int | None,
+        typer.Option(
+            "--gpu-memory",
+            metavar="SIZE",
+            parser=words.size,
+            help='What a microbatch has to fit into, such as "9 GB"; default what the device has left.',
+        ),
+    ] = None,
     sequence: SampleTokens = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="At most so many measurements of each time.")] = 9,
     warmups: Annotated[int, typer.Option("--warmups", min=0, help="Measurements before those that count.")] = 1,
@@ -58,6 +73,7 @@ def profile(
             model,
             device=device,
             microbatches=microbatch,
+            memory_bytes=gpu_memory,
             sequence=sequence,
             repeats=repeats,
             warmups=warmups,

@@ -100,6 +100,8 @@ def trace_tables(summary: dict[str, Any]) -> Iterator[Table]:
             for entry in summary["times"]
         ),
     )
+    noise = [("noise", summary["noise"])] if summary["noise"] else []
+    yield Table("To keep in mind", ("", ""), (*noise, *(("not seen", each) for each in summary["unseen"])), words=2)
 
 
 def shipped_table(outlines: Mapping[str, dict[str, Any]]) -> Table:
