@@ -68,11 +68,18 @@ def measure_sizes(
     every = {0: tensors, 1: LayerTensors({}, {}, {})}
     outputs: list[tuple[int, int]] = []
     with measure_memory(x[0].device) as meter:
-        gpu.forward(range(1), x, every, chance, lambda _, output: outputs.append((_size(output), _made(output, x))))
+        gpu.forward(
+            range(1),
+            x,
+            every,
+            chance,
+            lambda _, output: outputs.append((_size(output), _made(output, x))),
+            first_time=False,
+        )
         forward_peak = meter.peak_bytes
     with measure_memory(x[0].device) as meter:
         behind.meter = meter
-        gradients, _ = gpu.backward(range(2), x, 1.0, every, chance, first_time=True)
+        gradients, _ = gpu.backward(range(2), x, 1.0, every, chance, first_time=False)
         peak = meter.peak_bytes
     ((output_bytes, made_bytes),) = outputs
     held, peak_of_parts = _in_parts(gpu, x, every, chance, behind) if in_parts else (None, 0)

@@ -247,12 +247,13 @@ class GpuModel:
         self, layer: int, inputs: Sequence[Tensor], tensors: LayerTensors, chance: Chance, *, keep_buffers: bool
     ) -> Tensors:
         """As :meth:`_call`, for a graph that lives on when other microbatches change the layer's buffers."""
-        if not (keep_buffers and self._layers[layer].changes_buffers):
+        if not self._layers[layer].changes_buffers:
             return self._call(layer, inputs, {layer: tensors}, chance, keep_buffers=keep_buffers)
         copies = {name: buffer.clone() for name, buffer in tensors.buffers.items()}
         output = self._call(layer, inputs, {layer: replace(tensors, buffers=copies)}, chance, keep_buffers=True)
-        for name, buffer in copies.items():
-            tensors.buffers[name].copy_(buffer)
+        if keep_buffers:
+            for name, buffer in copies.items():
+                tensors.buffers[name].copy_(buffer)
         return output
 
 
@@ -276,8 +277,7 @@ class _Skeleton:
         """
         changes = self._layer.changes_buffers
         buffers = tensors.buffers
-        if changes and not keep_buffers:
-            buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+        before = {name: buffer.clone() for name, buffer in buffers.items()} if changes and not keep_buffers else {}
         versions = {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}
         try:
             _bind(self._weights, tensors.weights)
@@ -287,6 +287,8 @@ class _Skeleton:
         finally:
             _bind(self._weights, self._unbound_weights)
             _bind(self._buffers, self._unbound_buffers)
+            for name, buffer in before.items():
+                buffers[name].data.copy_(buffer)  # unseen by autograd, which saved them but does not use them
         if changes and keep_buffers:
             with torch.no_grad():
                 for name, buffer in after.items():
