@@ -21,8 +21,8 @@ from sim.engine.simulate import simulate
 from sim.plan import HarmonyPlan, PagedPlan, Plan, Policy, ShardedPlan, UpdateOn
 from sim.validation.validate import validate
 from tests.executor import made
-from tests.executor.models.families import product_loss
 from tests.executor.models.families import made as family_made
+from tests.executor.models.families import product_loss
 from tests.executor.trained import adam, moved_in
 from tests.sim.closed_forms import moved
 
