@@ -11,7 +11,7 @@ import msgspec
 
 from ..errors import TraceError
 from .cells import Choice, Column, Duration, Whole
-from .profile import BySize, LayerProfile, LayerSize, Pass
+from .profile import BySize, LayerProfile, LayerSize, Pass, Sources
 from .tables import Table
 
 ARTIFACT_DEVICE = "gtx-1080-ti"
@@ -70,6 +70,7 @@ def assemble(source: str, about: About, tables: ProfileTables) -> LayerProfile:
     _refuse_cpu_passes(tables.times)
     profile = LayerProfile(
         source=source,
+        sources=Sources(tables.times.source, tables.memory.source, tables.updates.source),
         **msgspec.structs.asdict(about),
         sizes=tuple(LayerSize(*(row[name] for name in LayerSize._fields)) for row in tables.sizes.by_layer(layers)[()]),
         times_ns=_by_phase(tables.times, layers, "gpu"),

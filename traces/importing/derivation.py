@@ -79,8 +79,8 @@ def _passes(profile: LayerProfile) -> Iterator[TimeRow]:
         for number, (whole, repeated) in enumerate(zip(backward[u], forward[u], strict=True)):
             if whole < repeated:
                 raise TraceError(
-                    profile.source,
-                    f"times, layer {number}, microbatch {u}",
+                    profile.sources.times,
+                    f"layer {number}, microbatch {u}",
                     f"BWD takes {whole.normalize():f} ns, less than the {repeated.normalize():f} ns of the FWD in it; "
                     "measure it again",
                 )
@@ -95,8 +95,8 @@ def _updates(profile: LayerProfile) -> Iterator[TimeRow]:
                 yield _time(number, phase, 0, round(duration))
             elif duration:
                 raise TraceError(
-                    profile.source,
-                    f"updates, layer {number}, {phase.value}",
+                    profile.sources.updates,
+                    f"layer {number}, {phase.value}",
                     f"takes {duration.normalize():f} ns, but the layer has no weights; write 0",
                 )
     gpu = _GPUS.get(profile.device)
@@ -149,8 +149,8 @@ class _LayerMemory:
             held = size.weight_bytes + size.buffer_bytes + self._input(u)
             if peaks[u][self._number] < held:
                 raise TraceError(
-                    self._profile.source,
-                    f"memory, layer {self._number}, phase {each.value}, microbatch {u}",
+                    self._profile.sources.memory,
+                    f"layer {self._number}, phase {each.value}, microbatch {u}",
                     f"the peak is {peaks[u][self._number]} bytes, but weights, buffers and input together take {held}; "
                     "measure it again",
                 )

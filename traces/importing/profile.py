@@ -44,6 +44,14 @@ class BySize(Generic[T]):
         return self.rows[u]
 
 
+class Sources(NamedTuple):
+    """Where figures were read, for messages: files, or parts of one."""
+
+    times: str
+    memory: str
+    updates: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerProfile:
     """Times in nanoseconds as exact as they were written, sizes in bytes, a figure for each layer.
@@ -54,6 +62,7 @@ class LayerProfile:
     """
 
     source: str
+    sources: Sources
     model: str
     device: str
     dtype: str

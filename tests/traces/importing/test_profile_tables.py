@@ -152,15 +152,15 @@ MUTANTS = {
     ),
     "a backward shorter than the forward in it": (
         ("layer_time.csv", "BWD,1,2,0.003500006", "BWD,1,2,0.0003500006"),
-        ("layer 2, microbatch 1: BWD takes 350000.6", "less than the 1000002 ns of the FWD"),
+        ("layer_time.csv: layer 2, microbatch 1: BWD takes 350000.6", "less than the 1000002 ns of the FWD"),
     ),
     "less memory than the weights": (
         ("layer_memory.csv", "BWD,1,0,8010080", "BWD,1,0,10080"),
-        ("layer 0, phase BWD, microbatch 1: the peak is 10080 bytes", "4000080"),
+        ("layer_memory.csv: layer 0, phase BWD, microbatch 1: the peak is 10080 bytes", "4000080"),
     ),
     "an update of nothing": (
         ("update_time.csv", "2,0,0\n", "2,0,0.5\n"),
-        ("layer 2, update_cpu: takes 500000000", "no weights"),
+        ("update_time.csv: layer 2, update_cpu: takes 500000000", "no weights"),
     ),
     "a size without memory": (
         ("layer_memory.csv", "FWD,4,0,4012320\nFWD,4,1,8017000\nFWD,4,2,13600\n", ""),
