@@ -14,8 +14,19 @@
 from .devices.facade import DeviceKind
 from .measuring.calibrate import calibrate
 from .measuring.profile import profile
+from .models.losses import SummedLoss
 from .models.workloads import Workload, load_workload
 from .running.run import RunResult, run
 from .training.trainer import Trainer
 
-__all__ = ["DeviceKind", "RunResult", "Trainer", "Workload", "calibrate", "load_workload", "profile", "run"]
+__all__ = [
+    "DeviceKind",
+    "RunResult",
+    "SummedLoss",
+    "Trainer",
+    "Workload",
+    "calibrate",
+    "load_workload",
+    "profile",
+    "run",
+]

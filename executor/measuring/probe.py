@@ -77,7 +77,7 @@ def probe(
     Returns what was found, in order of first layers. Raises ModelError naming the layer that breaks a rule. On the meta
     device, what takes values to find is left: there a layer is random if it says so, and the loss is taken for a mean.
     """
-    gpu = GpuModel(model)
+    gpu, sums = GpuModel(model), model.items is not None
     found: dict[Hashable, Found] = {}
     x = inputs
     for index, layer in enumerate(model.layers):
@@ -88,7 +88,7 @@ def probe(
         else:
             behind = model.layers[index + 1] if index < len(model) - 1 else None
             args = x if behind is not None else (*x, labels)
-            found[key] = _First(gpu, index, layer, behind, args, tensors_of(index), generator).run()
+            found[key] = _First(gpu, index, layer, behind, args, tensors_of(index), generator, sums).run()
         x = found[key].output
     return list(found.values())
 
@@ -110,6 +110,7 @@ class _First:
     args: Tensors
     tensors: LayerTensors
     generator: torch.Generator
+    sums: bool  # whether the loss is a sum over items
 
     @property
     def _place(self) -> str:
@@ -147,10 +148,12 @@ class _First:
         return outputs[0]
 
     def _check_mean(self, loss: Tensor) -> None:
-        """A step weighs each microbatch's loss by its samples. A mean stays as it is when every sample comes twice."""
+        """A step weighs each microbatch's loss by its samples. A mean stays as it is when every sample comes twice, and
+        a sum over items doubles."""
         (twice,) = self._forward(tuple(torch.cat((tensor, tensor)) for tensor in self.args), seed=0)
         once, twice = loss.double(), twice.double()
-        if not torch.isclose(once, twice, rtol=0.05, atol=1e-6, equal_nan=True):
+        expected = 2 * once if self.sums else once
+        if not torch.isclose(expected, twice, rtol=0.05, atol=1e-6, equal_nan=True):
             raise ModelError(
                 f"the loss of {len(self.args[0])} sample(s) is {once.item():.6g}, and of the same ones twice "
                 f"{twice.item():.6g}; it must be the mean over the samples (such as reduction='mean')"

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .losses import IGNORED, SummedLoss
+
 BatchFunction = Callable[[int, int], tuple[Any, Tensor]]
 """(samples, seed) → (inputs, labels), batch dimension first; the same arguments give the same batch. Inputs are a
 tensor, a tuple of tensors, or a dictionary of them by the names of the model's arguments."""
@@ -19,9 +21,13 @@ tensor, a tuple of tensors, or a dictionary of them by the names of the model's 
 _THUMBNAIL = 7  # pixels each way
 
 
-def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of logits [batch, sequence, vocabulary] against the next tokens [batch, sequence]."""
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+def _each_token(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
+
+
+next_token_loss = SummedLoss(_each_token, lambda labels: (labels != IGNORED).sum())
+"""Cross entropy of logits [batch, sequence, vocabulary] against the next tokens [batch, sequence]: the mean over those
+that are not -100."""
 
 
 def class_loss(logits: Tensor, labels: Tensor) -> Tensor:

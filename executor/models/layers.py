@@ -9,7 +9,7 @@ modules they call: an ``nn.Sequential`` has a layer per child, and of any other 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -24,11 +24,9 @@ from ..errors import ModelError
 from .blocks import is_plain_sequential, units
 from .cutting import Piece, cut
 from .inputs import Inputs
+from .losses import Items, LossFunction, added, as_summed
 from .program import ProgramLayer
 from .transcript import transcribe
-
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""(output of the last layer, labels) → scalar, a mean over the samples."""
 
 LOSS_PREFIX = "loss_fn"
 """Where buffers of a loss module (class weights, say) appear among qualified names."""
@@ -123,12 +121,14 @@ class TiedGroup:
 
 @dataclass(frozen=True, eq=False)
 class LayerModel:
-    """A model as layers; the last one is the loss. ``tied`` groups are named after their parameter in the model."""
+    """A model as layers; the last one is the loss. ``tied`` groups are named after their parameter in the model.
+    Of a loss that is a sum over items, ``items`` counts them."""
 
     model: nn.Module
     loss_fn: LossFunction
     layers: tuple[LayerSpec, ...]
     tied: tuple[TiedGroup, ...] = field(default=())
+    items: Items | None = None
 
     def owned(self, layer: int) -> Mapping[str, NamedParameter]:
         """The trainable parameters that this layer's update changes: each belongs to the first layer that uses it."""
@@ -140,16 +140,19 @@ class LayerModel:
 
 
 class _Loss(nn.Module):
-    """The loss function as a module, so that every layer is one. Holds a loss module under :data:`LOSS_PREFIX`."""
+    """The loss function as a module, so that every layer is one. Holds a loss module under :data:`LOSS_PREFIX`. Of a
+    loss over items it is the sum."""
 
     def __init__(self, loss_fn: LossFunction) -> None:
         super().__init__()
-        setattr(self, LOSS_PREFIX, loss_fn)
+        summed = as_summed(loss_fn)
+        self._sums = summed is not None
+        setattr(self, LOSS_PREFIX, loss_fn if summed is None else summed.total)
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss, a scalar."""
         loss: Tensor = getattr(self, LOSS_PREFIX)(logits, labels)
-        return loss
+        return added(loss) if self._sums else loss
 
 
 def decompose(model: nn.Module, loss_fn: LossFunction, inputs: Inputs | None = None) -> LayerModel:
@@ -162,9 +165,11 @@ def decompose(model: nn.Module, loss_fn: LossFunction, inputs: Inputs | None = N
     Raises ModelError, with the place, for a model that cannot be cut; if a trained parameter or a hook of the model
     lies outside the layers; if the loss has parameters; if layers share a buffer that a forward changes.
     """
-    if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
+    summed = as_summed(loss_fn)
+    alone = loss_fn if summed is None else summed.total
+    if isinstance(alone, nn.Module) and any(True for _ in alone.parameters()):
         raise ModelError(
-            f"the loss {_class_name(loss_fn)} has parameters; make them part of the model, as its last layer"
+            f"the loss {_class_name(alone)} has parameters; make them part of the model, as its last layer"
         )
     _check_checkpointing(model)
     pieces = [*_pieces(model, inputs), Piece("loss", "loss", _Loss(loss_fn), (True,))]
@@ -173,7 +178,7 @@ def decompose(model: nn.Module, loss_fn: LossFunction, inputs: Inputs | None = N
     _check_accounted(model, layers)
     _check_hooks(model, layers)
     _check_buffers(layers)
-    return LayerModel(model, loss_fn, layers, _tied(layers))
+    return LayerModel(model, loss_fn, layers, _tied(layers), None if summed is None else summed.items)
 
 
 def _pieces(model: nn.Module, inputs: Inputs | None) -> list[Piece]:

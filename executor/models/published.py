@@ -24,7 +24,7 @@ from .data import (
     text_batches,
     vector_batches,
 )
-from .layers import LossFunction
+from .losses import LossFunction
 from .vision import CHANNELS, resnet, vgg
 
 IMAGE_SIZE = 224

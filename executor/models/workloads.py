@@ -32,7 +32,8 @@ from .data import (
     text_batches,
 )
 from .inputs import Inputs
-from .layers import LayerModel, LossFunction, decompose
+from .layers import LayerModel, decompose
+from .losses import LossFunction
 from .published import IMAGE_SIZE, PUBLISHED, SEQUENCE, Task, Tokens
 
 

@@ -43,7 +43,6 @@ class Calculations:
         self._model, self._places, self._devices = model, places, devices
         self._buffers = schedule.buffers
         self._loss_layer = schedule.layers - 1
-        self._minibatch = schedule.plan.minibatch
         self._gpu_models = [GpuModel(model) for _ in range(schedule.plan.gpus)]
         # Layers that no forward task runs have their forward in their backward task.
         self._run_forward = frozenset(
@@ -98,7 +97,7 @@ class Calculations:
             self._start_gradient(task, roles)
             if roles.incoming is None and roles.layers[-1] != self._loss_layer:
                 return  # what comes out has no gradient
-            incoming = self._share(roles) if roles.incoming is None else self._tensors(roles.incoming)
+            incoming = self._incoming(roles, context)
             tensors = self._layer_tensors(roles)
             if not task.recompute:
                 recording = context.recordings.pop((roles.layers, roles.samples))
@@ -124,7 +123,7 @@ class Calculations:
             gradients: list[Tensor | None] = []
             weight_part = WeightPart()
             if roles.incoming is not None or roles.layers[-1] == self._loss_layer:
-                incoming = self._share(roles) if roles.incoming is None else self._tensors(roles.incoming)
+                incoming = self._incoming(roles, context)
                 inputs = [tensor for number in roles.inputs for tensor in self._tensors(number)]
                 gradients, loss, weight_part = self._gpu_models[gpu].backward_input(
                     roles.layers, inputs, incoming, self._layer_tensors(roles), chance, first_time=first_time
@@ -179,12 +178,12 @@ class Calculations:
     def _chance(self, roles: Roles, gpu: int, context: StepContext) -> Chance:
         return Chance(self._devices.generator(gpu), context.seed, context.number, roles.samples[0])
 
-    def _share(self, roles: Roles) -> float:
-        """What a microbatch's mean counts for in the minibatch's."""
-        return (roles.samples[1] - roles.samples[0]) / self._minibatch
+    def _incoming(self, roles: Roles, context: StepContext) -> Sequence[Tensor] | float:
+        """The gradient of what comes out; of the loss, the factor that it counts with."""
+        return context.shares.factor(roles.samples) if roles.incoming is None else self._tensors(roles.incoming)
 
     def _record_loss(self, roles: Roles, loss: Tensor, context: StepContext) -> None:
-        context.losses.append(LossPart(roles.samples[0], self._share(roles), loss.detach()))
+        context.losses.append(LossPart(roles.samples[0], context.shares.factor(roles.samples), loss.detach()))
 
     def _tensors(self, number: int) -> list[Tensor]:
         """A buffer of x(l) or g(l) as the tensors that it holds."""

@@ -10,14 +10,15 @@ from sim.schedule import Interval
 
 from .parts import WeightPart
 from .recording import Recording
+from .shares import Shares
 
 
 @dataclass(frozen=True)
 class LossPart:
-    """The loss of one microbatch, and the share of the minibatch that it counts for."""
+    """The loss of one microbatch, and the factor that it counts with."""
 
     first_sample: int
-    share: float
+    factor: float
     loss: Tensor
 
 
@@ -29,6 +30,7 @@ class StepContext:
 
     number: int
     seed: int
+    shares: Shares
     checks_memory: bool
     losses: list[LossPart] = field(default_factory=list)
     recordings: dict[tuple[range, Interval], Recording] = field(default_factory=dict)
@@ -37,4 +39,4 @@ class StepContext:
     def loss(self) -> float:
         """The loss of the minibatch, once the step has ended; added in the order of the samples."""
         parts = sorted(self.losses, key=lambda part: part.first_sample)
-        return sum([part.share * part.loss.item() for part in parts])
+        return sum([part.factor * part.loss.item() for part in parts])

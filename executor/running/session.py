@@ -25,6 +25,7 @@ from .layout import HOME_KINDS, Layouts, StateEntries, layouts
 from .optimizer import PackOptimizer
 from .places import Places
 from .shards import ShardLayouts
+from .shares import Shares
 from .transfers import Transfers
 from .updates import Updates
 
@@ -75,6 +76,7 @@ class Session:
         self._calculations = Calculations(schedule, model, self._places, devices)
         self._updates = Updates(schedule, model, pack_optimizer, self._places)
         self._ties = _ties(model)
+        self._model = model
         self._runners: dict[int, LaneRunner] = {}  # by number of steps
         self._transfers[0].load_residents()
         self.go_on(first_step, seed)
@@ -109,7 +111,10 @@ class Session:
             self._transfers.append(Transfers(self.schedule, self._places, self._places.new_minibatch()))
         for transfers, (inputs, labels) in zip(self._transfers, batches, strict=False):
             transfers.minibatch.load(Inputs.of(inputs), labels)
-        contexts = [StepContext(self._steps + number, self._seed, check_memory) for number in range(len(batches))]
+        contexts = [
+            StepContext(self._steps + number, self._seed, Shares.of(self._model, labels), check_memory)
+            for number, (_, labels) in enumerate(batches)
+        ]
         tasks = self.schedule.tasks
 
         def perform(task: Task, queue: Queue) -> int:

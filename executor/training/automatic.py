@@ -20,7 +20,7 @@ from traces.schema import Trace
 from ..devices.facade import DeviceKind
 from ..errors import ModelError
 from ..measuring.profile import default_microbatches, profile
-from ..models.layers import LossFunction
+from ..models.losses import LossFunction
 from ..models.workloads import Workload
 from ..reporting import Progress
 from .batches import Batch

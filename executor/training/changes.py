@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import ModelError, OptimizerError
-from ..models.layers import LOSS_PREFIX, LossFunction
+from ..models.layers import LOSS_PREFIX
+from ..models.losses import LossFunction
 
 _LOOKED_AT = 1024
 """About so many values of each tensor."""

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import ModelError
-from ..models.layers import LossFunction
+from ..models.losses import LossFunction
 from ..running.session import Session
 from .changes import Changes
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..models.inputs import Inputs, call_model, logits_of
-from ..models.layers import LayerModel, LossFunction, decompose
+from ..models.layers import LayerModel, decompose
+from ..models.losses import LossFunction
 from ..running.compute import Chance, GpuModel, LayerTensors, Tensors
 
 

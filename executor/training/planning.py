@@ -16,7 +16,7 @@ from sim.schedule_files import load_schedule
 from sim.validation.validate import validate
 
 from ..errors import OptimizerError
-from ..models.layers import LossFunction
+from ..models.losses import LossFunction
 from ..reporting import on_terminal
 from .automatic import Planned, plan_automatically
 from .batches import Batch

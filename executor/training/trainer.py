@@ -20,7 +20,8 @@ from sim.timelines.timeline import Timeline
 from ..devices.facade import DeviceKind
 from ..errors import ModelError
 from ..models.inputs import Inputs
-from ..models.layers import LossFunction, decompose
+from ..models.layers import decompose
+from ..models.losses import LossFunction
 from ..running.measured import measured_timeline
 from ..running.opening import open_session
 from ..running.session import Session, StepResult

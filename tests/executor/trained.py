@@ -355,7 +355,8 @@ def train_in_pieces(workload: Workload, cut: Sequence[Sequence[Interval]], steps
                     torch.manual_seed(layer_seed(SEED, step, index, start))
                     own_labels = (labels[start:stop],) if index == len(model) - 1 else ()
                     x = made.called(layer.module, (*x, *own_labels))
-                part = x[0] * (stop - start) / MINIBATCH
+                counts = (stop - start) / MINIBATCH if model.items is None else 1 / float(model.items(labels))
+                part = x[0] * counts
                 torch.autograd.backward(part)
                 loss += float(part.detach())
             if gpu > 0:
