@@ -94,6 +94,20 @@ class WorkspaceOverrun(HarmonyError):
         )
 
 
+class NonFiniteLoss(HarmonyError):
+    """The loss of a microbatch is infinite or no number; no weight was updated in that step."""
+
+    def __init__(self, step: int, first_sample: int, loss: float) -> None:
+        super().__init__(step, first_sample, loss)
+        self.step, self.first_sample, self.loss = step, first_sample, loss
+
+    def __str__(self) -> str:
+        return (
+            f"the loss of the microbatch that begins at sample {self.first_sample} is {self.loss} in step {self.step}; "
+            "no weight was updated. Look at that batch, or lower the learning rate"
+        )
+
+
 class TaskFailed(HarmonyError):
     """A task of a run failed, and with it the run. ``__cause__`` holds the exception itself."""
 

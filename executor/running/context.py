@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from sim.schedule import Interval
 
+from ..errors import NonFiniteLoss
 from .parts import WeightPart
 from .recording import Recording
 from .shares import Shares
@@ -35,6 +39,19 @@ class StepContext:
     losses: list[LossPart] = field(default_factory=list)
     recordings: dict[tuple[range, Interval], Recording] = field(default_factory=dict)
     weight_parts: dict[tuple[int, range, Interval], WeightPart] = field(default_factory=dict)
+
+    @cached_property
+    def losses_are_finite(self) -> bool:
+        """True. Ask when all losses are there, as they are before the first update: every gradient needs them all.
+
+        Raises NonFiniteLoss if one is infinite or no number.
+        """
+        for device in {part.loss.device for part in self.losses if part.loss.is_cuda}:
+            torch.cuda.synchronize(device)  # they are enqueued by now, maybe in other queues
+        for part in sorted(self.losses, key=lambda part: part.first_sample):
+            if not math.isfinite(value := part.loss.item()):
+                raise NonFiniteLoss(self.number, part.first_sample, value)
+        return True
 
     def loss(self) -> float:
         """The loss of the minibatch, once the step has ended; added in the order of the samples."""

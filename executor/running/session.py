@@ -97,7 +97,8 @@ class Session:
 
         ``check_memory`` measures what the mathematics of each task takes, which costs some time, and raises
         WorkspaceOverrun (as the cause of TaskFailed) beyond what the schedule reserves. Raises TaskFailed when a task
-        fails; the parameters may be updated in part then. Raises NeverFreed if the step leaves buffers behind.
+        fails; the parameters may be updated in part then, but for a loss that is not finite (NonFiniteLoss as the
+        cause), with which none are. Raises NeverFreed if the step leaves buffers behind.
         """
         return self._run([(inputs, labels)], check_memory)[0]
 
@@ -173,7 +174,8 @@ class Session:
             case TaskKind.BACKWARD_WEIGHT:
                 self._calculations.backward_weight(task, queue, context)
             case TaskKind.UPDATE:
-                self._updates.update(task, queue)
+                if context.losses_are_finite:
+                    self._updates.update(task, queue)
             case TaskKind.REDUCE:
                 transfers.reduce(task)
             case TaskKind.SWAP_IN:
