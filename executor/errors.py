@@ -8,12 +8,16 @@ HarmonyError
 ├── OptimizerError      an optimizer cannot update packs one by one
 ├── OutOfArena          a buffer does not fit where the schedule puts it, or under the cap
 ├── NeverFreed          a step left buffers behind
+├── NotEnoughHostMemory  a run would take more of the host's memory than is left
+├── NonFiniteLoss       the loss of a microbatch is infinite or no number
 ├── WorkspaceOverrun    autograd took more memory than the schedule reserved
 ├── CheckpointError     a checkpoint cannot be written, is not whole, or belongs to something else
 └── TaskFailed          a task of a run failed; ``__cause__`` is what happened
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from sim.units import format_bytes
 from traces.errors import HarmonyError
@@ -91,6 +95,23 @@ class WorkspaceOverrun(HarmonyError):
             f"layers {first}-{last} on GPU {self.gpu} took {format_bytes(self.used)} ({self.used} B) of temporary "
             f"memory, the schedule reserves {format_bytes(self.reserved)} ({self.reserved} B); profile the model again "
             "with this version of torch and this microbatch size"
+        )
+
+
+class NotEnoughHostMemory(HarmonyError):
+    """A run would take more memory than this computer has left. ``rows`` say what for."""
+
+    def __init__(self, rows: Mapping[str, int], needed: int, available: int) -> None:
+        super().__init__(rows, needed, available)
+        self.rows, self.needed, self.available = rows, needed, available
+
+    def __str__(self) -> str:
+        largest = sorted(self.rows.items(), key=lambda row: -row[1])[:4]
+        return (
+            f"the run needs {format_bytes(self.needed)} ({self.needed} B) more of this computer's memory, of which "
+            f"{format_bytes(self.available)} ({self.available} B) are left; the most is for "
+            f"{', '.join(f'{what} ({format_bytes(size)})' for what, size in largest if size)}. Close other programs, "
+            "or plan for a smaller minibatch, a policy with one copy of the state, or an optimizer with less"
         )
 
 

@@ -10,6 +10,7 @@ from sim.schedule import Schedule
 
 from ..devices.facade import DeviceKind, open_devices
 from ..models.layers import LayerModel
+from .host_memory import HostMemory
 from .session import Session
 
 
@@ -24,8 +25,10 @@ def open_session(
     first_step: int = 0,
 ) -> Session:
     """A session on devices of this kind. Raises DoesNotFit if the schedule needs more memory than the machine has,
-    DeviceError if the devices are not there, and what :class:`Session` raises."""
+    NotEnoughHostMemory if it needs more than this computer has left, DeviceError if the devices are not there, and what
+    :class:`Session` raises."""
     _check_memory(schedule, machine)
+    HostMemory.of(schedule, device).check()
     return Session(schedule, model, optimizer, open_devices(device, machine), seed=seed, first_step=first_step)
 
 
