@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .plan import Residency as Residency
     from .plan import ShardedPlan as ShardedPlan
     from .plan import UpdateOn as UpdateOn
+    from .plan import UpdateWhen as UpdateWhen
     from .plan import Writeback as Writeback
     from .planner.choice import PlanChoice as PlanChoice
     from .planner.completion import build_choice as build_choice
@@ -69,6 +70,7 @@ _HOME = {
     "Timeline": "sim.timelines.timeline",
     "Trace": "traces.schema",
     "UpdateOn": "sim.plan",
+    "UpdateWhen": "sim.plan",
     "Writeback": "sim.plan",
     "build": "sim.builders",
     "build_choice": "sim.planner.completion",

@@ -2,7 +2,7 @@
 them.
 
 No buffer of a schedule stands for them. A copy that names no host buffer is from or to the store; an update on the host
-reads gradients and changes weights and optimizer state there; a reduction writes gradients there.
+reads gradients and changes weights and optimizer state there; a reduction writes gradients there, a norm reads them.
 """
 
 from __future__ import annotations
@@ -97,6 +97,8 @@ def _touched(task: Task, ties: Ties) -> Iterator[tuple[TensorKind, int, bool]]:
             kinds = {TensorKind.GRADIENT: False, TensorKind.WEIGHT: True, TensorKind.OPTIMIZER_STATE: True}
         case TaskKind.REDUCE:
             kinds = {TensorKind.GRADIENT: True}
+        case TaskKind.NORM:
+            kinds = {TensorKind.GRADIENT: False}
         case _:
             return
     layers = range(task.layer_first, task.layer_last + 1)

@@ -58,6 +58,14 @@ class UpdateOn(Enum):
     GPU = "gpu"
 
 
+class UpdateWhen(Enum):
+    """When the optimizer runs: for each pack just after its backward; or for all after the last backward, when the host
+    has taken the norm of the whole gradient, which waits there (clipping by that norm and skipping steps need it)."""
+
+    JIT = "jit"
+    END = "end"
+
+
 class Reduce(Enum):
     """How data-parallel gradients are added: by a ring all-reduce between GPUs; in host memory in rank order; or by a
     reduce-scatter between GPUs, after which each GPU sends home, or updates, its shard of the sum."""
@@ -122,6 +130,7 @@ class HarmonyPlan(_PlanBase, frozen=True, tag_field="family", tag="harmony"):
     packs_fwd: tuple[Pack, ...]
     packs_bwd: tuple[Pack, ...]
     update: UpdateOn = UpdateOn.CPU
+    update_when: UpdateWhen = UpdateWhen.JIT
     reduce: Reduce = Reduce.RING
     slots: Count | None = None
     prefetch: bool = True
@@ -193,7 +202,8 @@ class HarmonyPlan(_PlanBase, frozen=True, tag_field="family", tag="harmony"):
 
 class PagedPlan(_PlanBase, frozen=True, tag_field="family", tag="paged"):
     """A baseline: a plain schedule, layer by layer, over one pager per GPU. The update is on the GPU, after all
-    backwards. A plain schedule cuts forward and backward alike, so ``u_fwd`` equals ``u_bwd``.
+    backwards of that GPU, without a norm of the whole gradient. A plain schedule cuts forward and backward alike, so
+    ``u_fwd`` equals ``u_bwd``.
 
     With ``recompute`` a backward repeats its layer's forward; else it takes what autograd saved in the first one.
     ``prefetch_depth``: of so many steps ahead the pager brings in what they touch, as memory allows.
@@ -224,7 +234,8 @@ class PagedPlan(_PlanBase, frozen=True, tag_field="family", tag="paged"):
 class ShardedPlan(_PlanBase, frozen=True, tag_field="family", tag="sharded"):
     """A baseline: data parallel over state that is cut into one shard for each GPU (``builders/sharded.py``). Layer by
     layer, weights are gathered from the shards and gradients scattered to them; the update is on the CPU, after all
-    backwards. Forward and backward are cut alike, so ``u_fwd`` equals ``u_bwd``.
+    backwards in any case, and with ``update_when`` end after the norm. Forward and backward are cut alike, so ``u_fwd``
+    equals ``u_bwd``.
 
     ``prefetch_depth``: so many steps ahead (a layer, one way) weights come in and are gathered, as memory allows.
     """
@@ -232,6 +243,7 @@ class ShardedPlan(_PlanBase, frozen=True, tag_field="family", tag="sharded"):
     policy: Policy
     u_fwd: Count
     u_bwd: Count
+    update_when: UpdateWhen = UpdateWhen.JIT
     prefetch_depth: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     @property

@@ -55,7 +55,8 @@ class TaskKind(_Word):
     unless the task says otherwise. In two parts, ``BACKWARD_INPUT`` repeats the forward and makes the gradient of the
     layers' input, and ``BACKWARD_WEIGHT`` adds to those of their parameters from the workspace that the first one left.
     ``RECOMPUTE`` repeats a forward whose output was not kept; it changes no buffers.
-    ``REDUCE`` adds the GPUs' gradients in host memory; ``UPDATE`` is on the host (``gpu`` None) or on a GPU.
+    ``REDUCE`` adds the GPUs' gradients in host memory; ``UPDATE`` is on the host (``gpu`` None) or on a GPU. ``NORM``
+    takes the norm of the gradient of all layers, in the host, before updates at the end of the step.
     ``ALLREDUCE`` adds them over all GPUs, in place. ``REDUCE_SCATTER`` leaves each GPU its shard of the sum, added to
     what was in the shard's buffer if it reads that too. ``ALL_GATHER`` puts the shards that the GPUs have together, on
     each of them.
@@ -68,6 +69,7 @@ class TaskKind(_Word):
     RECOMPUTE = "recompute"
     UPDATE = "update"
     REDUCE = "reduce"
+    NORM = "norm"
     ALLREDUCE = "allreduce"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_GATHER = "all_gather"
@@ -145,7 +147,7 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """One entry of the total order.
 
-    ``gpu`` None is the host (updates, reductions) or, for a collective, all GPUs. A P2P copy is one task on the
+    ``gpu`` None is the host (updates, reductions, norms) or, for a collective, all GPUs. A P2P copy is one task on the
     sender's ``p2p_out`` lane and, as ``peer`` names the receiver, also takes its place in the receiver's ``p2p_in``.
     ``bytes`` (copies only) are counted once per copy; of a collective, as sent by all GPUs together.
     ``reads``, ``writes``, ``allocates``, ``frees`` are buffer ids. Home tensors (weights, gradients, optimizer state,

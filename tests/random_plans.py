@@ -19,6 +19,7 @@ from sim.plan import (
     ShardedPlan,
     StashPlace,
     UpdateOn,
+    UpdateWhen,
     Writeback,
 )
 from traces.schema import Trace
@@ -74,6 +75,8 @@ def random_case(seed: int, *, layers: int = 6, memory_bytes: int = 10**12) -> Ca
         plan = replace(plan, resident_weights=tuple(packs[0]), resident_state=tuple(state))
     if plan.update is UpdateOn.CPU and draw.random() < 0.5:
         trace = with_tied(trace, (0, layers - 2), 100_000)
+    if draw.random() < 0.3:
+        plan = replace(plan, update_when=UpdateWhen.END)
     return Case(plan, trace, machine)
 
 

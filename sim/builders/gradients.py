@@ -9,6 +9,8 @@ GPU update        owner fetches the optimizer state, updates, writes weights and
                   the gradient out (one update in the host, of the whole pack, when all are there), or fetches
                   that of the optimizer state, updates, and writes that of weights and state back
 tied weights      the pack that does not own them sends its partial gradient home; the owner's update adds it
+at the end        all gradients go home as for a CPU update; after the last, the host takes the norm of them all; then
+                  come all updates, and those on GPUs fetch weights and gradients too
 ================  ==========================================================================================
 
 In closed form, for N GPUs together, ``scatter`` moves dW out with a CPU update; K in, W and K out with one on the GPU;
@@ -21,7 +23,7 @@ from collections.abc import Mapping, Sequence
 
 from traces.costs import Costs
 
-from ..plan import HarmonyPlan, Pack, UpdateOn
+from ..plan import HarmonyPlan, Pack
 from ..schedule import Lane, TaskKind, TensorKind
 from .copies import Copies
 from .draft import Draft
@@ -46,6 +48,7 @@ class GradientPath:
         self._on_gpu: dict[int, int] = {}  # group -> gradient buffer
         self._sums: dict[int, int] = {}  # group -> what holds its GPU's sum over all GPUs: that, or a shard
         self._to_update, self._ready = list(update_order), set[Pack]()
+        self._norm: int | None = None
         self._ended: dict[Pack, list[Group]] = {}
         self._written: dict[Pack, list[int]] = {}  # host replicas waiting to be added
         self.updated: dict[int, int] = {}  # layer -> the update that the host makes of it
@@ -86,10 +89,26 @@ class GradientPath:
             self._reduce_on_host(group.pack)
         else:
             self._reduce_on_gpus(sorted(ended, key=lambda group: group.gpu))
-        if self._plan.update is UpdateOn.CPU:
-            self._ready.add(group.pack)
-            while self._to_update and self._to_update[0] in self._ready and self._update_on_host(self._to_update[0]):
-                del self._to_update[0]
+        self._ready.add(group.pack)
+        if not self._needs.updates_at_end:
+            self._update_what_is_ready()
+
+    def all_ended(self) -> list[int]:
+        """All backwards have: what updates at the end of the step wait for, which is the norm, added by the first call.
+        The host then does its updates. Nothing where packs are updated just in time."""
+        if not self._needs.updates_at_end:
+            return []
+        if self._norm is None:
+            home = [entry for entries in self._home.values() for entry in entries]
+            ends = {entry.gpu: at for at, entry in enumerate(self._draft.entries) if entry.lane is Lane.COMPUTE}
+            layers = 0, self._needs.last_layer
+            self._norm = self._draft.add(TaskKind.NORM, (None, Lane.UPDATE), layers, after=[*home, *ends.values()])
+            self._update_what_is_ready()
+        return [self._norm]
+
+    def _update_what_is_ready(self) -> None:
+        while self._to_update and self._to_update[0] in self._ready and self._update_on_host(self._to_update[0]):
+            del self._to_update[0]
 
     def _write_replica(self, group: Group, gradient: int) -> None:
         size = self._costs.gradient_bytes(*group.pack)
@@ -141,9 +160,9 @@ class GradientPath:
         )  # fmt: skip
 
     def _send_home(self, group: Group) -> None:
-        """All that a GPU has of a gradient for a CPU update; for a GPU update only what another pack's update adds."""
-        on_cpu = self._plan.update is UpdateOn.CPU
-        runs = [group.pack] if on_cpu else runs_where(group.pack, lambda layer: layer in self._partial)
+        """All that a GPU has of a gradient; or only what another pack's update adds."""
+        whole = self._needs.gradients_go_home
+        runs = [group.pack] if whole else runs_where(group.pack, lambda layer: layer in self._partial)
         for run in runs:
             need = Need(TensorKind.GRADIENT, run, shard=shard_of(self._plan, group.gpu))
             if self._needs.bytes(need):

@@ -17,7 +17,7 @@ from ..plan import HarmonyPlan, UpdateOn
 from ..schedule import MemoryPlan, Schedule, TaskKind
 from .draft import assign_lifetimes, finish
 from .memory import GroupDoesNotFit, count_host, place
-from .order import Group, contributors, linearize, place_groups, split_packs, steps_by_gpu
+from .order import Group, contributors, linearize, place_groups, split_packs, steps_by_gpu, updates_at_end
 from .residents import Residents
 from .store_bytes import store_by_kind
 from .transfers import Ahead, add_transfers
@@ -30,6 +30,9 @@ def build_harmony(plan: HarmonyPlan, costs: Costs, machine: Machine) -> Schedule
     groups = place_groups(plan)
     sequences = steps_by_gpu(plan, groups, updated, split_packs(plan, costs))
     steps = linearize(plan, sequences, contributors(plan, costs))
+    updates_last = updates_at_end(plan, groups, updated)
+    steps += updates_last
+    groups += [step.group for step in updates_last]
     caps = tuple(gpu.usable_bytes for gpu in machine.gpus)
     updates = update_order(plan, costs, machine, groups) if plan.update is UpdateOn.CPU else []
     ahead = _first_guess(plan, costs, groups, caps)
@@ -96,6 +99,8 @@ def _first_guess(plan: HarmonyPlan, costs: Costs, groups: list[Group], caps: tup
 def _working_set(costs: Costs, group: Group) -> int:
     """Bytes that a group cannot do without, besides weights, while it computes its largest microbatch."""
     first, last = group.pack
+    if group.kind is TaskKind.UPDATE:
+        return costs.gradient_bytes(first, last) + costs.optimizer_state_bytes(first, last)
     batch = group.pieces[0][1] - group.pieces[0][0]
     held = costs.buffer_bytes(first, last) + costs.input_bytes(first, batch)
     if group.kind is not TaskKind.BACKWARD:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from traces.costs import Costs
 
-from ..plan import HarmonyPlan, Reduce
+from ..plan import HarmonyPlan, Reduce, UpdateOn, UpdateWhen
 from ..schedule import Interval, TaskKind, TensorKind
 from ..shards import Shards
 from .order import Step, is_data_parallel, shard_of
@@ -39,6 +39,9 @@ class Needs:
         self._plan, self._shards = plan, Shards(costs, plan.gpus)
         self.last_layer = plan.layer_count - 1
         self.reduced_by_host = plan.reduce is Reduce.HOST and is_data_parallel(plan) and plan.gpus > 1
+        self.updates_at_end = plan.update_when is UpdateWhen.END
+        # Else only what other packs add to their gradients goes there.
+        self.gradients_go_home = plan.update is UpdateOn.CPU or self.updates_at_end
 
     def of(self, step: Step) -> list[Need]:
         """What the step must find on its GPU, in the order in which it should come; tensors without bytes left out."""
@@ -47,8 +50,8 @@ class Needs:
     def _all(self, step: Step) -> list[Need]:
         first, last = pack = step.group.pack
         if step.kind is TaskKind.UPDATE:
-            reduced = [pack] if self.reduced_by_host else []
-            runs = reduced + list(self.partial_gradients(pack))
+            own = [pack] if self.reduced_by_host or self.updates_at_end else []
+            runs = own + list(self.partial_gradients(pack))
             needed = [(TensorKind.GRADIENT, run) for run in runs]
             if step.group.pack_index not in self._plan.resident_state:
                 needed.append((TensorKind.OPTIMIZER_STATE, pack))

@@ -14,6 +14,8 @@ the GPU would wait, and the rest of them before its next group (N = 2, three mic
 
     gpu 0:  b0 b1 b2 w0 w1 w2
     gpu 1:     b0 b1 b2 w0 w1 w2
+
+An update on a GPU follows its pack's backward there; at the end of the step, updates are groups of their own.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ from dataclasses import dataclass, replace
 
 from traces.costs import Costs
 
-from ..plan import HarmonyPlan, Pack, Policy, Reduce, UpdateOn, pieces, shares
+from ..plan import HarmonyPlan, Pack, Policy, Reduce, UpdateOn, UpdateWhen, pieces, shares
 from ..schedule import Interval, TaskKind
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A pack run over all its microbatches, one after the other, on one GPU. ``index`` counts within the whole plan."""
+    """A pack run over all its microbatches, one after the other, on one GPU. ``index`` counts within the whole plan.
+    One of an update at the end of the step has no microbatches."""
 
     index: int
     kind: TaskKind
@@ -121,10 +124,27 @@ def steps_by_gpu(
         in_parts = group.kind is TaskKind.BACKWARD and group.pack in split
         kind = TaskKind.BACKWARD_INPUT if in_parts else group.kind
         own.extend(Step(kind, group, index, samples) for index, samples in enumerate(group.pieces))
-        on_gpu = plan.update is UpdateOn.GPU and group.kind is TaskKind.BACKWARD and group.pack in updated
-        if on_gpu and takes_update(plan, group):
+        if plan.update_when is UpdateWhen.JIT and _updates_on_gpu(plan, group, updated):
             own.append(Step(TaskKind.UPDATE, group, len(group.pieces), None))
     return sequences
+
+
+def updates_at_end(plan: HarmonyPlan, groups: Sequence[Group], updated: frozenset[Pack]) -> list[Step]:
+    """Updates on GPUs after everything else, on those that have the packs' gradients (``groups``): in the order of the
+    backward, as the first gradients to be home may come in again first. None where packs are updated just in time."""
+    if plan.update_when is UpdateWhen.JIT:
+        return []
+    made = [group for group in groups if _updates_on_gpu(plan, group, updated)]
+    return [
+        Step(TaskKind.UPDATE, replace(group, index=index, kind=TaskKind.UPDATE, pieces=()), 0, None)
+        for index, group in enumerate(made, start=len(groups))
+    ]
+
+
+def _updates_on_gpu(plan: HarmonyPlan, group: Group, updated: frozenset[Pack]) -> bool:
+    """Whether the GPU of a group updates its pack when it has that pack's gradient."""
+    on_gpu = plan.update is UpdateOn.GPU and group.kind is TaskKind.BACKWARD and group.pack in updated
+    return on_gpu and takes_update(plan, group)
 
 
 def contributors(plan: HarmonyPlan, costs: Costs) -> dict[Pack, frozenset[Pack]]:

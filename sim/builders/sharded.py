@@ -11,7 +11,8 @@ through all layers, forward and then backward. For each layer, each way::
 What DeepSpeed does by default is done here: a layer's input, its checkpoint, stays on the GPU from forward to backward;
 module buffers stay for the whole step; weights are gathered for every use. A GPU without a microbatch in the last round
 takes part in its collectives all the same, and adds nothing. When all backwards have ended, the host updates layer by
-layer, ascending, with the cores that all ranks would have: any optimizer will do. On one GPU nothing is gathered.
+layer, ascending, with the cores that all ranks would have: any optimizer will do; with ``update_when`` end, after it
+has taken the norm of the whole gradient. On one GPU nothing is gathered.
 
 ``prefetch_depth``: the fetch for a step (a layer, one way) may start when the step ``depth + 1`` before it has ended.
 If the GPUs' memory does not suffice for that, depth is halved until it does, for the whole plan.
@@ -29,7 +30,7 @@ from traces.costs import Costs
 
 from ..errors import DoesNotFit
 from ..hardware.machine import Machine
-from ..plan import ShardedPlan, pieces, shares
+from ..plan import ShardedPlan, UpdateWhen, pieces, shares
 from ..schedule import Interval, Lane, MemoryPlan, Schedule, TaskKind, TensorKind
 from ..shards import Shards
 from .draft import Draft, assign_lifetimes, finish
@@ -297,6 +298,9 @@ class _Walk:
     def _update(self) -> None:
         """When all backwards have ended, and so nothing reads weights any more."""
         ends = list({gpu: entry for (_, gpu), entry in self._computed.items()}.values())
+        if self._plan.update_when is UpdateWhen.END:
+            after = [*ends, *self._gradients_out.values()]
+            self._draft.add(TaskKind.NORM, (None, Lane.UPDATE), (0, self._last), after=after)
         for layer in filter(self._costs.updates, range(self._last + 1)):
             users = (layer, *self._costs.tied_partners(layer))
             home = [entry for (of, _), entry in self._gradients_out.items() if of in users]

@@ -89,6 +89,7 @@ class _Walk:
                     self._recompute(step)
                 case _:
                     self._update_on_gpu(step)
+        self._gradients.all_ended()
         self._weights.refresh_residents(self._gradients.updated)
         return self._draft
 
@@ -185,7 +186,8 @@ class _Walk:
         self._draft.add(
             TaskKind.UPDATE, (step.gpu, Lane.COMPUTE), group.pack,
             reads=[*weights.ids, *inputs, *resident, *([] if gradient is None else [gradient])],
-            writes=[*weights.weights, *swapped, *resident], group=group.index, shard=state.shard,
+            writes=[*weights.weights, *swapped, *resident], after=self._gradients.all_ended(), group=group.index,
+            shard=state.shard,
         )  # fmt: skip
         self._weights.updated(group)
         for buffer in swapped:

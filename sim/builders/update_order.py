@@ -4,6 +4,8 @@ It updates what is ready, in the order of the backward: last pack first. Where s
 first packs first, whose backward comes last; when they are ready, updates of others may still wait for the host. So in
 a pipeline, of those that wait, the first pack goes first. The order is fixed beforehand, so when packs are ready is
 guessed, by what computing takes. In data parallel that would be a bad guess: there copies and all-reduces decide it.
+
+At the end of the step all are ready, and the first pack goes first.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from traces.costs import Costs
 from traces.schema import Phase
 
 from ..hardware.machine import Machine
-from ..plan import HarmonyPlan, Pack
+from ..plan import HarmonyPlan, Pack, UpdateWhen
 from ..schedule import TaskKind
 from .order import Group, is_data_parallel
 
@@ -23,6 +25,8 @@ from .order import Group, is_data_parallel
 def update_order(plan: HarmonyPlan, costs: Costs, machine: Machine, groups: Sequence[Group]) -> list[Pack]:
     """The packs that have gradients, in the order in which the host updates them."""
     in_backward_order = [pack for pack in reversed(plan.packs_bwd) if costs.gradient_bytes(*pack)]
+    if plan.update_when is UpdateWhen.END:
+        return in_backward_order[::-1]
     if not plan.overlap_steps or is_data_parallel(plan):
         return in_backward_order
     ready = _ready_ns(plan, costs, machine, groups)

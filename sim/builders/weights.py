@@ -1,7 +1,8 @@
 """Weights and module buffers of a Harmony plan on its GPUs: they come in for each group, and go home when changed.
 
 What stays on a GPU from step to step (``residents.py``) need not come in; where it was updated elsewhere, it comes in
-again as the last thing of the step.
+again as the last thing of the step. For an update at the end of the step just what it updates comes in: not the weights
+that are frozen, and where each GPU updates a shard, that shard.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class WeightPath:
                 self._resident[index, gpu] = draft.buffer(gpu, kind, pack, size, resident=True)
         self._updated_on: dict[int, int] = {}  # pack -> the GPU that has updated it
         self._sent_home: dict[int, list[int]] = {}  # layer -> the copies of its updated weights
+        self._fetched_to_update: dict[int, list[int]] = {}  # layer -> the copies of its weights, at the end of the step
         self._buffers_read, self._buffers_written = _HomeCopies(), _HomeCopies()
 
     def of(self, group: Group) -> GroupWeights:
@@ -75,7 +77,8 @@ class WeightPath:
             first, last = group.pack
             packs = [(self._plan.packs_bwd[index], gpu, number) for (index, gpu), number in self._resident.items()]
             resident = [number for (a, b), gpu, number in packs if gpu == group.gpu and a <= last and first <= b]
-            swapped = self._residents.swapped_runs(group.gpu, group.pack)
+            runs = [group.pack] if group.kind is not TaskKind.UPDATE else runs_where(group.pack, self._costs.updates)
+            swapped = [part for run in runs for part in self._residents.swapped_runs(group.gpu, run)]
             self._groups[group.index] = GroupWeights(group, swapped, resident)
         return self._groups[group.index]
 
@@ -86,7 +89,8 @@ class WeightPath:
     def fetch_share(self, upcoming: Group, step: Step) -> None:
         """Bring in the share of a later group's that should have started to come in when this microbatch starts."""
         first, last = upcoming.pack
-        quota = self._residents.swapped_bytes(step.gpu, upcoming.pack) * (step.microbatch + 1) / len(step.group.pieces)
+        share = (step.microbatch + 1) / max(1, len(step.group.pieces))
+        quota = self._residents.swapped_bytes(step.gpu, upcoming.pack) * share
         layer = first
         while layer < last and self._residents.swapped_bytes(step.gpu, (first, layer)) < quota:
             layer += 1
@@ -99,7 +103,7 @@ class WeightPath:
         if first > last:
             return
         state.next_layer = last + 1
-        if first == group.pack[0]:
+        if first == group.pack[0] and group.kind is not TaskKind.UPDATE:
             state.module_buffer = self._bring_in(group, TensorKind.BUFFER, group.pack, group.pack, None)
         for (start, end), buffer in state.swapped.items():
             run = max(first, start), min(last, end)
@@ -108,15 +112,22 @@ class WeightPath:
 
     def _bring_in(self, group: Group, kind: TensorKind, whole: Run, run: Run, buffer: int | None) -> int | None:
         """Copy a run of layers of a home tensor into the buffer for ``whole``, made now if there is none yet."""
-        if not home_bytes(self._costs, kind, run):
+        to_update = group.kind is TaskKind.UPDATE
+        shard = shard_of(self._plan, group.gpu) if to_update else None
+        need = Need(kind, run, shard=shard)
+        if not self._needs.bytes(need):
             return buffer
         if buffer is None:
-            buffer = self._draft.buffer(group.gpu, kind, whole, home_bytes(self._costs, kind, whole))
+            size = self._needs.bytes(need._replace(run=whole))
+            buffer = self._draft.buffer(group.gpu, kind, whole, size, shard=shard)
         is_module_buffer = kind is TensorKind.BUFFER
         after = self._buffers_written.touching(run) if is_module_buffer else []
-        copy = self._copies.bring_in(group.gpu, Need(kind, run), buffer, after=after)
+        copy = self._copies.bring_in(group.gpu, need, buffer, after=after)
         if is_module_buffer:
             self._buffers_read.add(run, copy)
+        if to_update:
+            for layer in range(run[0], run[1] + 1):
+                self._fetched_to_update.setdefault(layer, []).append(copy)
         return buffer
 
     def module_buffers_changed_by(self, step: Step) -> list[int]:
@@ -142,16 +153,22 @@ class WeightPath:
         """The group's GPU has updated its pack, or its shard of it: what others take goes home."""
         if shard_of(self._plan, group.gpu) is None:
             self._updated_on[group.pack_index] = group.gpu
-        buffer = next(iter(self.of(group).weights), None)
         goes = self._residents.go_home
         for run in runs_where(group.pack, lambda layer: self._costs.updates(layer) and goes(group.gpu, layer)):
-            self._send_weights_home(group, run, buffer)
+            self._send_weights_home(group, run, self._holding(group, run))
+
+    def _holding(self, group: Group, run: Run) -> int | None:
+        """The buffer that has these layers' weights."""
+        buffers = [self._draft.buffers[number] for number in self.of(group).weights]
+        return next((b.id for b in buffers if b.layer_first <= run[0] and run[1] <= b.layer_last), None)
 
     def _send_weights_home(self, group: Group, run: Run, buffer: int | None) -> None:
-        """Copy updated weights out. Where later layers use them too, after those wrote back: theirs are out of date."""
+        """Copy updated weights out. Where later layers use them too, after those have read them, and wrote back theirs,
+        which are out of date."""
         layers = range(run[0], run[1] + 1)
         partners = {partner for layer in layers for partner in self._costs.tied_partners(layer)}
-        after = [copy for partner in sorted(partners) for copy in self._sent_home.get(partner, ())]
+        others = [self._fetched_to_update, self._sent_home]
+        after = [copy for partner in sorted(partners) for made in others for copy in made.get(partner, ())]
         shard = shard_of(self._plan, group.gpu)
         copy = self._send_home(group, Need(TensorKind.WEIGHT, run, shard=shard), buffer, after)
         if copy is not None:

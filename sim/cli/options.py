@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, g
 
 import typer
 
-from ..plan import Reduce, Residency, UpdateOn, Writeback
+from ..plan import Reduce, Residency, UpdateOn, UpdateWhen, Writeback
 from ..planner.choice import PlanChoice
 from . import words
 
@@ -175,6 +175,14 @@ class PlanOptions:
         ),
     ] = None
     update: Annotated[UpdateOn | None, _choice("--update", "Where the optimizer runs; default cpu")] = None
+    update_when: Annotated[
+        UpdateWhen | None,
+        _choice(
+            "--update-when",
+            "jit: each pack just after its backward; end: all after the last one and the norm of the whole gradient, "
+            "as clipping and skipping need it; default jit",
+        ),
+    ] = None
     reduce: Annotated[
         Reduce | None,
         _choice("--reduce", "How harmony-dp adds gradients (scatter: each GPU updates its shard); default ring"),

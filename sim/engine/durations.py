@@ -4,7 +4,7 @@
     update in the host           that time of the trace's threads, and all bytes of host memory that it reads and writes
     swap in, swap out, P2P       the route's delay, then the bytes over the route
     collectives                  the same, over every edge of the ring at once, evenly
-    reduce                       bytes through host memory, and as many threads as an update has
+    reduce, norm                 bytes through host memory, and as many threads as an update has
 
 Work in the host shares the cores and host memory. Alone, an update takes what the trace says, always: it asks for cores
 and host memory evenly over that time, and for no more than the machine has (how fast the host is, is said by its
@@ -48,8 +48,8 @@ class CostDurations:
     """Durations from a trace: its times over the device's speed.
 
     A backward repeats the forward first, unless it says otherwise. The update of a shard takes that part of its layers'
-    update which it has of their weights. A reduction reads the gradient of each of ``replicas`` GPUs and writes one;
-    what an update moves is said in :meth:`~traces.costs.Costs.update_bytes`.
+    update which it has of their weights. A reduction reads the gradient of each of ``replicas`` GPUs and writes one; a
+    norm reads one; what an update moves is said in :meth:`~traces.costs.Costs.update_bytes`.
     """
 
     def __init__(self, costs: Costs, machine: Machine, replicas: int) -> None:
@@ -91,9 +91,10 @@ class CostDurations:
         return 1 if task.shard is None else self._shards.updated((task.layer_first, task.layer_last), task.shard)
 
     def host_bytes(self, task: Task) -> int:
-        """Bytes of host memory that an update or a reduction in the host reads and writes."""
-        if task.kind is TaskKind.REDUCE:
-            return (self._replicas + 1) * self._costs.gradient_bytes(task.layer_first, task.layer_last)
+        """Bytes of host memory that an update, a reduction or a norm in the host reads and writes."""
+        if task.kind in (TaskKind.REDUCE, TaskKind.NORM):
+            gradients = 1 if task.kind is TaskKind.NORM else self._replicas + 1
+            return gradients * self._costs.gradient_bytes(task.layer_first, task.layer_last)
         return round(self._costs.update_bytes(task.layer_first, task.layer_last) * self._updated(task))
 
 
@@ -183,7 +184,7 @@ class Demands:
             case TaskKind.ALLREDUCE | TaskKind.REDUCE_SCATTER | TaskKind.ALL_GATHER:
                 delay_ns = max((edge.delay_ns for edge in self._ring), default=0)
                 return Demand(delay_ns, tuple(Flow(edge, task.bytes / len(self._ring)) for edge in self._ring))
-            case TaskKind.REDUCE:
+            case TaskKind.REDUCE | TaskKind.NORM:
                 size = self._durations.host_bytes(task)
                 return self._in_host(size / self._host.dram_bandwidth * NS_PER_S, size)
             case _:

@@ -13,7 +13,8 @@ from traces.costs import Costs
 from traces.errors import TraceError
 from traces.schema import Phase
 
-from ..plan import PagedPlan, Plan, Policy, ShardedPlan, shares
+from ..errors import PlanError
+from ..plan import PagedPlan, Plan, Policy, ShardedPlan, UpdateWhen, shares
 from .estimates import Estimator
 from .jobs import Batches
 from .space import Space
@@ -105,7 +106,12 @@ def paged_candidates(
     policy: Policy, minibatch: int, gpus: int, costs: Costs, space: Space, estimator: Estimator
 ) -> Candidates:
     """All plans of a baseline in a space. Raises TraceError as :meth:`Sizes.of`, or for lack of update times; PlanError
-    for a pipeline of fewer layers than GPUs."""
+    for a pipeline of fewer layers than GPUs, or if updates must be at the end."""
+    if UpdateWhen.JIT not in space.update_when:
+        raise PlanError(
+            f"{policy.value} updates each GPU's layers after that GPU's backwards, without a norm of the whole "
+            "gradient; with --update-when end choose harmony-dp, harmony-pp or zero3-offload"
+        )
     costs.update_ns(0, costs.layer_count - 1, Phase.UPDATE_GPU)
     split = shares(minibatch, gpus) if policy.splits_minibatch else [(0, minibatch)]
     sizes = Sizes(costs, [stop - start for start, stop in split])
@@ -139,8 +145,12 @@ def sharded_candidates(
     costs.update_ns(0, costs.layer_count - 1, Phase.UPDATE_CPU)
     sizes = Sizes(costs, [stop - start for start, stop in shares(minibatch, gpus)])
     plans: list[Plan] = [
-        ShardedPlan(policy=policy, minibatch=minibatch, gpus=gpus, u_fwd=u, u_bwd=u, prefetch_depth=depth)
-        for u, depth in product(sizes.of(Phase.BACKWARD, _one_size(space)), space.prefetch_depth)
+        ShardedPlan(
+            policy=policy, minibatch=minibatch, gpus=gpus, u_fwd=u, u_bwd=u, update_when=when, prefetch_depth=depth
+        )
+        for u, when, depth in product(
+            sizes.of(Phase.BACKWARD, _one_size(space)), space.update_when, space.prefetch_depth
+        )
     ]
     return _listed(plans, sizes, estimator)
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ..errors import PlanError
-from ..plan import Pack, Policy, Reduce, Residency, StashPlace, UpdateOn, Writeback, fields_of
+from ..plan import Pack, Policy, Reduce, Residency, StashPlace, UpdateOn, UpdateWhen, Writeback, fields_of
 
 Packing = int | tuple[Pack, ...]
 """A count of packs, to be balanced by time, or the packs themselves."""
@@ -21,6 +21,7 @@ class PlanChoice(msgspec.Struct, frozen=True, kw_only=True):
     packs_fwd: Packing | None = None
     packs_bwd: Packing | None = None
     update: UpdateOn | None = None
+    update_when: UpdateWhen | None = None
     reduce: Reduce | None = None
     slots: int | None = None
     prefetch: bool | None = None

@@ -5,7 +5,7 @@ A group (a pack over all its microbatches on one GPU) is taken as a whole::
     in        W x x x ─┐     W x x x         a group's first microbatch waits for its weights and first input,
     compute     ■ ■ ■  └─►     ■ ■ ■         its last for its last input and for the group that makes that input
     out           y y y dW       y y y dW    what it makes leaves after it
-    host                 └─► update          updates follow gradients, in order
+    host                 └─► update          updates follow gradients, in order; or the norm of all gradients
 
 As if every copy were alone and memory had no end, a walk over the groups in order gives the earliest times at which
 they start and end, and a walk back the least time that must pass after each. Shared resources are then held against
@@ -46,8 +46,9 @@ class Estimator:
         match plan:
             case HarmonyPlan():
                 jobs = list(self._maker.jobs(plan))
-                times, finish = _earliest(jobs)
-                _add_rests(jobs, times)
+                norm_ns = self._maker.norm_ns(plan)
+                times, finish = _earliest(jobs, norm_ns)
+                _add_rests(jobs, times, norm_ns)
                 spills = plan.slots is not None
                 bound = max(finish, _resource_bound_ns(jobs, times, self._ways, spills))
             case PagedPlan():
@@ -68,13 +69,24 @@ class _Times:
     rest: float = 0.0
 
 
-def _earliest(jobs: list[Job]) -> tuple[list[list[_Times]], float]:
-    """Earliest times of every group, and of the end of it all."""
+def _earliest(jobs: list[Job], norm_ns: float | None) -> tuple[list[list[_Times]], float]:
+    """Earliest times of every group, and of the end of it all. ``norm_ns``: what comes between all of them and all of
+    their updates (None: updates are just in time)."""
     compute: dict[int, float] = {}
     lane_in: dict[int, float] = {}
     lane_out: dict[int, float] = {}
-    host = home = 0.0
+    host = home = all_ready = 0.0
     times: list[list[_Times]] = []
+
+    def update(job: Job, ready: float) -> None:
+        nonlocal host, home
+        if not job.updaters:
+            host = max(host, ready) + job.update_ns
+        for gpu in job.updaters:
+            lane_in[gpu] += job.state_in_ns
+            compute[gpu] = max(ready, lane_in[gpu], compute[gpu]) + job.update_ns
+            home = max(home, compute[gpu] + job.after_update_ns)
+
     for job in jobs:
         before = times[-1] if times else [None] * len(job.works)
         now = []
@@ -93,23 +105,27 @@ def _earliest(jobs: list[Job]) -> tuple[list[list[_Times]], float]:
             compute[work.gpu] = own.end
             now.append(own)
         ready = max(own.end for own in now) + job.before_update_ns
-        if not job.updaters:
-            host = max(host, ready) + job.update_ns
-        for gpu in job.updaters:
-            lane_in[gpu] += job.state_in_ns
-            compute[gpu] = max(ready, lane_in[gpu]) + job.update_ns
-            home = max(home, compute[gpu] + job.after_update_ns)
+        all_ready = max(all_ready, ready)
+        if norm_ns is None:
+            update(job, ready)
         times.append(now)
+    if norm_ns is not None:
+        host = all_ready + norm_ns
+        for job in jobs:
+            update(job, host)
     return times, max(host, home, *compute.values(), *lane_in.values(), *lane_out.values())
 
 
-def _add_rests(jobs: list[Job], times: list[list[_Times]]) -> None:
-    """Fill in what must follow each group."""
+def _add_rests(jobs: list[Job], times: list[list[_Times]], norm_ns: float | None) -> None:
+    """Fill in what must follow each group. ``norm_ns`` as above."""
     following: dict[int, float] = {}  # by GPU: from the start of its next group to the end of the step
     host_updates = 0.0
+    at_end = None if norm_ns is None else norm_ns + _updates_ns(jobs)
     consumers: list[tuple[Work, _Times]] = []
     for job, own_times in zip(reversed(jobs), reversed(times), strict=True):
-        if not job.updaters:
+        if at_end is not None:
+            update = job.before_update_ns + at_end
+        elif not job.updaters:
             host_updates += job.update_ns
             update = job.before_update_ns + host_updates
         else:
@@ -125,6 +141,15 @@ def _add_rests(jobs: list[Job], times: list[list[_Times]]) -> None:
             started[work.gpu] = work.again_ns + work.compute_ns + max(after, own.rest - work.late_ns)
         following |= started
         consumers = list(zip(job.works, own_times, strict=True))
+
+
+def _updates_ns(jobs: list[Job]) -> float:
+    """Least time of all updates, one after the other on every device."""
+    busy: dict[int | None, float] = {}
+    for job in jobs:
+        for device in job.updaters or (None,):
+            busy[device] = busy.get(device, 0.0) + job.update_ns
+    return max(busy.values())
 
 
 def _resource_bound_ns(jobs: list[Job], times: list[list[_Times]], ways: Ways, spills: bool) -> float:

@@ -40,23 +40,25 @@ class Expectations:
 
     def plan_ns(self, plan: HarmonyPlan) -> float:
         """Of a whole step."""
-        return self._walk(self._maker.jobs(plan))
+        return self._walk(self._maker.jobs(plan), self._maker.norm_ns(plan))
 
     def forward_ns(self, plan: HarmonyPlan) -> float:
         """Of the forward packs alone."""
-        return self._walk(islice(self._maker.jobs(plan), len(plan.packs_fwd)))
+        return self._walk(islice(self._maker.jobs(plan), len(plan.packs_fwd)), None)
 
     def backward_ns(self, plan: HarmonyPlan) -> float:
         """Of the backward packs alone, updates included."""
-        return self._walk(islice(self._maker.jobs(plan), len(plan.packs_fwd), None))
+        return self._walk(islice(self._maker.jobs(plan), len(plan.packs_fwd), None), self._maker.norm_ns(plan))
 
-    def _walk(self, jobs: Iterable[Job]) -> float:
+    def _walk(self, jobs: Iterable[Job], norm_ns: float | None) -> float:
+        """``norm_ns``: what comes between all groups and all updates (None: updates are just in time)."""
         lanes: dict[int, _Lane] = {}
         before: list[tuple[float, float]] = []  # of the job before: end of the first microbatch, and of all
-        host = home = 0.0
-        for job in jobs:
-            before = [self._run(work, lanes, before[at] if before else None) for at, work in enumerate(job.works)]
-            ready = max(lanes[work.gpu].end for work in job.works) + job.before_update_ns
+        host = home = all_ready = 0.0
+        postponed: list[Job] = []
+
+        def update(job: Job, ready: float) -> None:
+            nonlocal host, home
             if not job.updaters:
                 host = max(host, ready) + job.update_ns
             for gpu in job.updaters:
@@ -64,6 +66,19 @@ class Expectations:
                 lane.end = max(ready, lane.end) + job.state_in_ns + job.update_ns
                 lane.home_ns = job.after_update_ns + job.state_in_ns
                 home = max(home, lane.end + lane.home_ns)
+
+        for job in jobs:
+            before = [self._run(work, lanes, before[at] if before else None) for at, work in enumerate(job.works)]
+            ready = max(lanes[work.gpu].end for work in job.works) + job.before_update_ns
+            all_ready = max(all_ready, ready)
+            if norm_ns is None:
+                update(job, ready)
+            else:
+                postponed.append(job)
+        if norm_ns is not None:
+            host = all_ready + norm_ns
+            for job in postponed:
+                update(job, host)
         return max([host, home, *(lane.end for lane in lanes.values())])
 
     def _run(self, work: Work, lanes: dict[int, _Lane], before: tuple[float, float] | None) -> tuple[float, float]:

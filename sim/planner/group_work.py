@@ -17,9 +17,10 @@ from traces.schema import Phase
 from ..builders.needs import runs_where
 from ..builders.order import is_data_parallel, split_packs
 from ..hardware.machine import Machine
-from ..plan import HarmonyPlan, Pack, Reduce, StashPlace, UpdateOn, shares
+from ..plan import HarmonyPlan, Pack, Reduce, StashPlace, UpdateOn, UpdateWhen, shares
 from ..schedule import TensorKind
 from ..shards import Shards
+from ..units import NS_PER_S
 from .jobs import Batches, Job, Size, Work
 from .residence import Residence, Residences
 from .ways import Ways
@@ -61,20 +62,32 @@ class JobMaker:
 
         Raises TraceError where the trace lacks an update's time or does not cover a microbatch.
         """
-        key = (plan.policy, plan.minibatch, plan.update, plan.reduce, plan.slots is None)
+        key = (plan.policy, plan.minibatch, plan.update, plan.update_when, plan.reduce, plan.slots is None)
         maker = self._made.get(key)
         if maker is None:
             maker = self._made[key] = _Maker(plan, self._costs, self._machine, self._ways)
         return maker.jobs(plan)
 
+    def norm_ns(self, plan: HarmonyPlan) -> float | None:
+        """What the norm takes before the updates at the end of the step; None if packs are updated just in time."""
+        if plan.update_when is UpdateWhen.JIT:
+            return None
+        return math.floor(norm_ns(self._costs, self._machine))
+
+
+def norm_ns(costs: Costs, machine: Machine) -> float:
+    """What the norm of the whole gradient takes in the host, alone."""
+    return costs.gradient_bytes(0, costs.layer_count - 1) / machine.host.dram_bandwidth * NS_PER_S
+
 
 class _Maker:
-    """Makes jobs of plans that have policy, minibatch, update, reduction and use of slots in common."""
+    """Makes jobs of plans that have policy, minibatch, update and its time, reduction and use of slots in common."""
 
     def __init__(self, plan: HarmonyPlan, costs: Costs, machine: Machine, ways: Ways) -> None:
         self._costs, self._machine, self._ways = costs, machine, ways
         self._parallel = is_data_parallel(plan)
         self._update, self._reduce = plan.update, plan.reduce
+        self._at_end = plan.update_when is UpdateWhen.END
         self._shards = Shards(costs, plan.gpus)
         self._never_spills = plan.slots is None
         if self._parallel:
@@ -256,7 +269,8 @@ class _Maker:
         work.hop_first_ns, work.hop_last_ns = hops
 
     def _add_update(self, job: Job, place: _Place) -> None:
-        """The reduction, and the update on the owner, on all GPUs by shard, or in the host."""
+        """The reduction, and the update on the owner, on all GPUs by shard, or in the host. At the end of the step,
+        what an update on a GPU takes comes in once more."""
         costs, pack, works = self._costs, place.pack, job.works
         by_host, scattered = (len(works) > 1 and self._reduce is each for each in (Reduce.HOST, Reduce.SCATTER))
         takers = works if scattered else [work for work in works if work.gpu == place.owner]
@@ -267,7 +281,7 @@ class _Maker:
         if len(works) > 1 and not by_host:
             job.sent_bytes = (1 if scattered else 2) * (len(works) - 1) * costs.gradient_bytes(*pack)
             job.before_update_ns = self._ways.ring_ns(job.sent_bytes)
-        if by_host or self._update is UpdateOn.CPU:
+        if by_host or self._at_end or self._update is UpdateOn.CPU:
             writers = works if by_host else takers
             sizes = [taken(TensorKind.GRADIENT, pack, work) for work in writers]
             times = [self._ways.out[work.gpu].ns(size) for work, size in zip(writers, sizes, strict=True)]
@@ -282,15 +296,19 @@ class _Maker:
             job.updaters = tuple(work.gpu for work in takers)
             own = place.residence
             states = [taken(TensorKind.OPTIMIZER_STATE, pack, work) if own.state else 0 for work in takers]
+            again = [taken(TensorKind.GRADIENT, pack, work) for work in takers] if self._at_end else [0] * len(takers)
             weights = [sum(taken(TensorKind.WEIGHT, run, work) for run in updated) for work in takers]
+            if self._at_end and own.weights_in:
+                again = [size + weight for size, weight in zip(again, weights, strict=True)]
             weights = weights if scattered else [own.weights_home]
             whole = costs.update_ns(*pack, Phase.UPDATE_GPU)
             parts = [self._shards.updated(pack, gpu) if scattered else 1 for gpu in job.updaters]
             speeds = [self._machine.gpus[gpu].speed for gpu in job.updaters]
             job.update_ns = min(math.floor(whole * part / speed) for part, speed in zip(parts, speeds, strict=True))
             into, out = ([ways[gpu] for gpu in job.updaters] for ways in (self._ways.into, self._ways.out))
-            job.state_in_ns = min(way.ns(size) for way, size in zip(into, states, strict=True))
+            coming = [state + more for state, more in zip(states, again, strict=True)]
+            job.state_in_ns = min(way.ns(size) for way, size in zip(into, coming, strict=True))
             job.after_update_ns = min(way.ns(size) for way, size in zip(out, weights, strict=True))
-            for work, state, weight in zip(takers, states, weights, strict=True):
-                work.in_bytes += state
+            for work, state, weight, size in zip(takers, states, weights, coming, strict=True):
+                work.in_bytes += size
                 work.out_bytes += state + weight

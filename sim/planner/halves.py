@@ -24,10 +24,11 @@ from traces.costs import Costs
 from traces.schema import Phase
 
 from ..hardware.machine import HOST, Machine
-from ..plan import Pack, Reduce, StashPlace, UpdateOn, shares
+from ..plan import Pack, Reduce, StashPlace, UpdateOn, UpdateWhen, shares
 from ..schedule import TensorKind
 from ..shards import Shards
 from ..units import NS_PER_S
+from .group_work import norm_ns
 from .jobs import Batches, Size
 from .ways import Ways
 
@@ -54,6 +55,7 @@ class Halves:
         parallel: bool,
         minibatch: int,
         update: UpdateOn,
+        update_when: UpdateWhen,
         reduce: Reduce,
         turns: Sequence[int],
         split: bool = False,
@@ -61,6 +63,7 @@ class Halves:
     ) -> None:
         self._costs, self._machine, self._ways = costs, machine, Ways(machine)
         self._parallel, self._update, self._reduce = parallel, update, reduce
+        self._at_end = update_when is UpdateWhen.END
         self._gpus, self._turns, self._split, self._stays = len(machine.gpus), turns, split, stays
         self._shards = Shards(costs, self._gpus)
         self._scattered = parallel and reduce is Reduce.SCATTER and self._gpus > 1
@@ -131,7 +134,7 @@ class Halves:
             own = np.array([self._dealt(deal, work[:, 0] + updates, lasts, packs) for deal in range(self._gpus)])
         into, out = self._backward_bytes(u, packs, stash)
         busy = self._busy(own - _ROUNDING_NS * tasks, work.sum(), tasks, into, out, host)
-        if self._update is UpdateOn.CPU:  # else the last byte in may be optimizer state
+        if self._update is UpdateOn.CPU:  # else the last byte in may be for an update
             smallest = min(pack_ns(packs[0], b.last) for b in batches)
             busy[..., self._gpus + 1] += smallest / self._speeds.max() - _ROUNDING_NS
             busy[..., self._gpus + 1] += min(self._homeward_ns(packs[0], gpu) for gpu in range(self._gpus))
@@ -155,10 +158,17 @@ class Halves:
         return own
 
     def _homeward_ns(self, pack: Pack, gpu: int) -> float:
-        """From the last backward to the end of its pack's update in the host."""
-        if self._update is UpdateOn.GPU:
+        """From the last backward to the end of what the host does then: its pack's update, or the norm (which ends
+        before the updates of GPUs) and all updates."""
+        if self._update is UpdateOn.GPU and not self._at_end:
             return 0.0
-        update = self._costs.update_ns(*pack, Phase.UPDATE_CPU) / self._machine.host.speed - _ROUNDING_NS
+        update = 0.0
+        if self._update is UpdateOn.CPU:
+            updated = (0, self._costs.layer_count - 1) if self._at_end else pack
+            update = self._costs.update_ns(*updated, Phase.UPDATE_CPU) / self._machine.host.speed
+            update -= _ROUNDING_NS * (self._costs.layer_count if self._at_end else 1)
+        if self._at_end:
+            update += norm_ns(self._costs, self._machine) - _ROUNDING_NS
         gpus = range(self._gpus) if self._parallel else [gpu]
         if self._scattered:
             sizes = [self._shards.bytes(TensorKind.GRADIENT, pack, each) for each in gpus]
@@ -182,6 +192,7 @@ class Halves:
         come = [0, *swapped, *(firsts[1:][-1:] if self._parallel else [])]
         into = self._state_bytes(last) + self._total(u, costs.label_bytes) + sum(inputs[at] for at in come)
         gradient, out = costs.gradient_bytes(0, last), 0
+        again = gradient if self._at_end and self._update is UpdateOn.GPU else 0
         if self._parallel:
             gradients = self._over_layers(u, costs.input_gradient_bytes)
             edges = sum(gradients[at] for at in firsts[1:])
@@ -190,13 +201,14 @@ class Halves:
             out += sum(inputs[at] for at in swapped)
         if self._parallel and self._reduce is Reduce.HOST and self._gpus > 1:
             out += self._gpus * gradient
-        elif self._update is UpdateOn.CPU:
+        elif self._update is UpdateOn.CPU or self._at_end:
             out += gradient
         if self._update is UpdateOn.GPU and not self._stays:
             layers = [layer for layer in range(costs.layer_count) if costs.updates(layer)]
             state = sum(costs.optimizer_state_bytes(layer, layer) for layer in layers)
-            into, out = into + state, out + state + sum(costs.weight_bytes(layer, layer) for layer in layers)
-        return into, out
+            weight = sum(costs.weight_bytes(layer, layer) for layer in layers)
+            into, out = into + state + (weight if self._at_end else 0), out + state + weight
+        return into + again, out
 
     def _batches(self, u: int) -> list[Batches]:
         return [Batches.of(samples, u) for samples in self._samples]

@@ -21,7 +21,7 @@ from traces.schema import Phase
 
 from ..errors import DoesNotFit, PlanError
 from ..hardware.machine import Machine
-from ..plan import HarmonyPlan, Pack, Policy, Reduce, StashPlace, UpdateOn, shares, stash_places
+from ..plan import HarmonyPlan, Pack, Policy, Reduce, StashPlace, UpdateOn, UpdateWhen, shares, stash_places
 from .candidates import Candidates, Sizes, Times
 from .choice import Packing
 from .expectations import Expectations
@@ -57,6 +57,7 @@ class _Options(NamedTuple):
     prefetch: bool
     slots: int | None
     gpu_order: GpuOrder = None
+    update_when: UpdateWhen = UpdateWhen.JIT
     overlap_steps: bool = False
     stash: StashPlace | tuple[StashPlace, ...] = StashPlace.SWAP
     split_backward: int = 0
@@ -119,7 +120,7 @@ class _Enumeration:
         self._same_size = any(layer.cut_sensitive for layer in costs.trace.layers)
         self._forward_packers: dict[int, Packer] = {}
         self._forward: dict[tuple[int, int, GpuOrder], _ForwardHalves] = {}
-        self._known_halves: dict[tuple[UpdateOn, Reduce, GpuOrder, bool], Halves] = {}
+        self._known_halves: dict[tuple[object, ...], Halves] = {}
         self._stays = any((*(space.resident_weights or ()), *(space.resident_state or ())))
         self._expectations = Expectations(costs, machine, parallel=self._parallel)
         self._thinned = False
@@ -188,6 +189,7 @@ class _Enumeration:
                 self._space.prefetch,
                 self._slots(),
                 self._space.gpu_order or (None,),
+                self._space.update_when,
                 self._space.overlap_steps or (False,),
                 self._space.stash or (StashPlace.SWAP,),
                 splits,
@@ -265,7 +267,7 @@ class _Enumeration:
         return explicit + fitting
 
     def _halves(self, options: _Options) -> Halves:
-        key = options.update, options.reduce, options.gpu_order, options.split_backward > 0
+        key = options.update, options.update_when, options.reduce, options.gpu_order, options.split_backward > 0
         if key not in self._known_halves:
             self._known_halves[key] = Halves(
                 self._costs,
@@ -273,6 +275,7 @@ class _Enumeration:
                 parallel=self._parallel,
                 minibatch=self._minibatch,
                 update=options.update,
+                update_when=options.update_when,
                 reduce=options.reduce,
                 turns=options.gpu_order or range(self._gpus),
                 split=options.split_backward > 0,

@@ -50,8 +50,9 @@ class Work:
 class Job:
     """A pack's groups: one in a pipeline, one on each GPU in data parallel.
 
-    When all of them have ended, each GPU of ``updaters`` (none: the host) updates for at least ``update_ns``;
-    ``before_update_ns`` pass before that (state comes in for ``state_in_ns``), ``after_update_ns`` after it.
+    When all of them have ended (where updates are at the end of the step: those of all packs), each GPU of ``updaters``
+    (none: the host) updates for at least ``update_ns``; ``before_update_ns`` pass before that (what it takes comes in
+    for ``state_in_ns``), ``after_update_ns`` after it.
     ``sent_bytes`` go over the ring of all GPUs before it.
     """
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..plan import HarmonyPlan, Pack, PagedPlan, Plan, Policy, Reduce, ShardedPlan, StashPlace
+from ..plan import HarmonyPlan, Pack, PagedPlan, Plan, Policy, Reduce, ShardedPlan, StashPlace, UpdateWhen
 from ..schedule import Schedule
 from ..tables import MISSING, Table
 from ..timelines.timeline import Timeline
@@ -172,6 +172,7 @@ def describe(plan: Plan) -> str:
     """A plan in a line: ``harmony-pp u 4/2, packs 12/16, update cpu``."""
     match plan:
         case HarmonyPlan():
+            update = plan.update.value + (" at end" if plan.update_when is UpdateWhen.END else "")
             reduce = f", reduce {plan.reduce.value}" if plan.reduce is not Reduce.RING else ""
             slots = f", slots {plan.slots}" if plan.slots else ""
             overlap = ", steps overlap" if plan.overlap_steps else ""
@@ -180,7 +181,7 @@ def describe(plan: Plan) -> str:
             split = f", split {plan.split_backward}" if plan.split_backward else ""
             return (
                 f"{plan.policy.value} u {plan.u_fwd}/{plan.u_bwd}, packs {_count(plan.packs_fwd)}/"
-                f"{_count(plan.packs_bwd)}, update {plan.update.value}{reduce}{slots}{turns}{overlap}{stays}{split}"
+                f"{_count(plan.packs_bwd)}, update {update}{reduce}{slots}{turns}{overlap}{stays}{split}"
             )
         case PagedPlan():
             saved = "" if plan.recompute else ", no recompute"
@@ -188,7 +189,8 @@ def describe(plan: Plan) -> str:
             how = f"{plan.residency.value}, writeback {plan.writeback.value}{saved}{ahead}"
             return f"{plan.policy.value} u {plan.u_fwd}, {how}"
         case ShardedPlan():
-            return f"{plan.policy.value} u {plan.u_fwd}, prefetch {plan.prefetch_depth}"
+            end = ", update at end" if plan.update_when is UpdateWhen.END else ""
+            return f"{plan.policy.value} u {plan.u_fwd}, prefetch {plan.prefetch_depth}{end}"
 
 
 def _stash(plan: HarmonyPlan) -> str:

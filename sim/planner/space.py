@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import PlanError
-from ..plan import Policy, Reduce, Residency, StashPlace, UpdateOn, Writeback, fields_of
+from ..plan import Policy, Reduce, Residency, StashPlace, UpdateOn, UpdateWhen, Writeback, fields_of
 from .choice import Packing, PlanChoice
 
 ALL_COUNTS = 32
@@ -32,6 +32,7 @@ class Space:
     packs_fwd: tuple[Packing, ...] | None = None
     packs_bwd: tuple[Packing, ...] | None = None
     update: tuple[UpdateOn, ...] | None = None
+    update_when: tuple[UpdateWhen, ...] = (UpdateWhen.JIT,)
     reduce: tuple[Reduce, ...] = (Reduce.RING,)
     slots: tuple[int | None, ...] | None = None
     prefetch: tuple[bool, ...] = (True,)

@@ -4,7 +4,7 @@ The *path* covers the step without gap or overlap. Walk back from the task that 
 that ended last; of several, lane order counts before data, and data before memory. Every piece of it has a cause:
 
     compute, recompute    forwards and backwards; recompute is the forward that is repeated in, or for, a backward
-    update, reduce        optimizer steps, and the adding of gradients in host memory
+    update, reduce, norm  optimizer steps, and the adding of gradients in host memory, and their norm there
     link:…                copies, by the link that was fullest on their way (``fullest_links.py``); where no machine is
                           known, by their lane: swap_in, swap_out, p2p, allreduce
     bubble                a GPU stands still while others compute what it waits for
@@ -42,6 +42,7 @@ class Cause(Enum):
     RECOMPUTE = "recompute"
     UPDATE = "update"
     REDUCE = "reduce"
+    NORM = "norm"
     BUBBLE = "bubble"
     MEMORY_WAIT = "memory_wait"
     IDLE = "idle"
@@ -51,7 +52,12 @@ LINK = "link:"
 """How causes that name a link begin."""
 
 _RANKS = {Reason.LANE: 0, Reason.DATA: 1, Reason.MEMORY: 2}
-_WORK = {TaskKind.RECOMPUTE: Cause.RECOMPUTE, TaskKind.UPDATE: Cause.UPDATE, TaskKind.REDUCE: Cause.REDUCE}
+_WORK = {
+    TaskKind.RECOMPUTE: Cause.RECOMPUTE,
+    TaskKind.UPDATE: Cause.UPDATE,
+    TaskKind.REDUCE: Cause.REDUCE,
+    TaskKind.NORM: Cause.NORM,
+}
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):

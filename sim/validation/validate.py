@@ -3,7 +3,7 @@
 1. Numbers: ids are places in the tables, and dependencies point to earlier tasks. Without that there is no order.
 2. Places: devices and lanes exist and go with the kinds of tasks; layers and samples are within the model's.
 3. Work: every sample passes every layer forward once and then backward once, or once in each of its two parts; every
-   layer is updated once.
+   layer is updated once, when all losses are known, and at the end of the step when the norm is.
 4. Shards: a task that needs whole tensors finds them whole.
 5. Memory: every buffer is there when it is used, whatever the timing, and peaks are what the plan says. Nothing in the
    host store is read while it is written. What stays on a GPU from step to step is not left out of date (with a trace).
@@ -26,7 +26,7 @@ from .home import home_faults
 from .memory import memory_faults
 from .residents import resident_faults
 from .shards import shard_faults
-from .work import order_faults, part_faults, pass_faults, update_faults
+from .work import loss_faults, norm_faults, order_faults, part_faults, pass_faults, update_faults
 
 
 def validate(schedule: Schedule, trace: Trace | None = None) -> None:
@@ -45,7 +45,8 @@ def validate(schedule: Schedule, trace: Trace | None = None) -> None:
     faults = chain(faults, pass_faults(schedule), update_faults(schedule, costs))
     if not places and not numbers:
         surely = HappensBefore(schedule)
-        faults = chain(faults, order_faults(schedule, surely), part_faults(schedule), shard_faults(schedule))
+        faults = chain(faults, order_faults(schedule, surely), norm_faults(schedule, surely))
+        faults = chain(faults, loss_faults(schedule, surely), part_faults(schedule), shard_faults(schedule))
         faults = chain(faults, memory_faults(schedule, surely))
         faults = chain(faults, home_faults(schedule, surely, costs))
         if costs is not None:
@@ -109,7 +110,7 @@ def _device_faults(task: Task, gpus: int) -> Iterator[str]:
     if task.lane is not (lane := _lane_of(task)):
         yield f"{task} is in the wrong lane; it belongs in {lane.value}"
     match task.kind:
-        case TaskKind.REDUCE | TaskKind.ALLREDUCE | TaskKind.REDUCE_SCATTER | TaskKind.ALL_GATHER:
+        case TaskKind.REDUCE | TaskKind.NORM | TaskKind.ALLREDUCE | TaskKind.REDUCE_SCATTER | TaskKind.ALL_GATHER:
             if task.gpu is not None:
                 yield f"{task} names a gpu; it has none of its own"
         case TaskKind.UPDATE:
@@ -133,7 +134,7 @@ def _lane_of(task: Task) -> Lane:
             return Lane.COMPUTE
         case TaskKind.UPDATE:
             return Lane.UPDATE if task.gpu is None else Lane.COMPUTE
-        case TaskKind.REDUCE:
+        case TaskKind.REDUCE | TaskKind.NORM:
             return Lane.UPDATE
         case TaskKind.ALLREDUCE | TaskKind.REDUCE_SCATTER | TaskKind.ALL_GATHER:
             return Lane.COLLECTIVE

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from traces.costs import Costs
 
-from ..plan import HarmonyPlan, PagedPlan, ShardedPlan
+from ..plan import HarmonyPlan, PagedPlan, ShardedPlan, UpdateWhen
 from ..schedule import Interval, Schedule, Task, TaskKind, TensorKind
 from .happens_before import HappensBefore
 
@@ -128,6 +128,46 @@ def order_faults(schedule: Schedule, surely: HappensBefore) -> Iterator[str]:
         for before in _needed(task, forward, of_inputs, of_weights, fused):
             if not surely(before.id, task.id):
                 yield f"{task} may start before {before} has ended"
+
+
+def norm_faults(schedule: Schedule, surely: HappensBefore) -> Iterator[str]:
+    """Norms that the plan does not ask for, or that are missing; gradients made after a norm, and updates before it."""
+    norms = list(schedule.copies(TaskKind.NORM))
+    plan = schedule.plan
+    at_end = not isinstance(plan, PagedPlan) and plan.update_when is UpdateWhen.END
+    if len(norms) != at_end:
+        what = f"{len(norms)} norms: {', '.join(map(str, norms))}" if norms else "no norm"
+        yield f"there is {what}; a plan that updates at the end has one, and others have none"
+        return
+    for norm in norms:
+        if (norm.layer_first, norm.layer_last) != (0, schedule.layers - 1):
+            yield f"{norm} is of layers {norm.layer_first}-{norm.layer_last}; it must be of all {schedule.layers}"
+        for task in schedule.tasks:
+            if _makes_gradients(task) and not surely(task.id, norm.id):
+                yield f"{norm} may start before {task} has ended"
+            if task.kind is TaskKind.UPDATE and not surely(norm.id, task.id):
+                yield f"{task} may start before {norm} has ended"
+
+
+def _makes_gradients(task: Task) -> bool:
+    """Whether the task brings a gradient on its way home, or there."""
+    if task.kind is TaskKind.SWAP_OUT:
+        return task.tensor_kind is TensorKind.GRADIENT
+    return task.kind in (TaskKind.BACKWARD, *_PARTS, TaskKind.REDUCE, TaskKind.ALLREDUCE, TaskKind.REDUCE_SCATTER)
+
+
+def loss_faults(schedule: Schedule, surely: HappensBefore) -> Iterator[str]:
+    """Updates that may start before every loss of the minibatch is known: a step whose loss is no number must be able
+    to leave everything as it was."""
+    last = schedule.layers - 1
+    kind = TaskKind.BACKWARD if last in fused_layers(schedule) else TaskKind.FORWARD
+    kinds = (kind, TaskKind.BACKWARD_INPUT) if kind is TaskKind.BACKWARD else (kind,)
+    latest = {task.lanes[0]: task for task in schedule.copies(*kinds) if task.layer_last == last}
+    for update in schedule.copies(TaskKind.UPDATE):
+        for loss in latest.values():
+            needs_it_anyway = update.layer_last >= loss.layer_first
+            if not needs_it_anyway and not surely(loss.id, update.id):
+                yield f"{update} may start before {loss} has ended, and with it before all losses are known"
 
 
 def part_faults(schedule: Schedule) -> Iterator[str]:

@@ -16,6 +16,7 @@ TASK_COLOURS: dict[TaskKind, str] = {
     TaskKind.RECOMPUTE: "#999999",
     TaskKind.UPDATE: "#009E73",
     TaskKind.REDUCE: "#000000",
+    TaskKind.NORM: "#4D4D4D",
     TaskKind.ALLREDUCE: "#F0E442",
     TaskKind.REDUCE_SCATTER: "#B8A200",
     TaskKind.ALL_GATHER: "#5C4A00",

@@ -23,6 +23,7 @@ _LETTERS = {
     TaskKind.RECOMPUTE: "f",
     TaskKind.UPDATE: "U",
     TaskKind.REDUCE: "R",
+    TaskKind.NORM: "N",
     TaskKind.ALLREDUCE: "A",
     TaskKind.REDUCE_SCATTER: "RS",
     TaskKind.ALL_GATHER: "AG",
@@ -41,8 +42,8 @@ _TENSORS = {
 _EMPTY = "."
 LEGEND = (
     "F forward, f the same repeated, B backward (BI, BW: its parts for inputs and weights), U update, R reduce,\n"
-    "A all-reduce, RS reduce-scatter, AG all-gather; copies: w weight, b buffer, dw gradient, k optimizer state,\n"
-    "s stash, x activation, g its gradient, d data; then layers, .microbatch, >to or <from"
+    "N norm, A all-reduce, RS reduce-scatter, AG all-gather; copies: w weight, b buffer, dw gradient,\n"
+    "k optimizer state, s stash, x activation, g its gradient, d data; then layers, .microbatch, >to or <from"
 )
 
 

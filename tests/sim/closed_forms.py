@@ -17,6 +17,7 @@ from sim.plan import (
     ShardedPlan,
     StashPlace,
     UpdateOn,
+    UpdateWhen,
     Writeback,
     pieces,
     shares,
@@ -169,12 +170,31 @@ def _resident(plan: HarmonyPlan, s: Letters) -> _Resident:
     return _Resident(weights_in, weights_out, state)
 
 
+class _AtEnd(NamedTuple):
+    """Whether gradients wait in the host for the end of the step, and bytes that come in then for updates on GPUs."""
+
+    gradients_wait: bool
+    weights_in: int
+    gradients_in: int
+
+
+def _at_end(plan: HarmonyPlan, s: Letters) -> _AtEnd:
+    """Weights that stay are where the update is."""
+    if plan.update_when is UpdateWhen.JIT:
+        return _AtEnd(False, 0, 0)
+    if plan.update is UpdateOn.CPU:
+        return _AtEnd(True, 0, 0)
+    stay = sum(s.costs.weight_bytes(*plan.packs_bwd[pack]) for pack in plan.resident_weights)
+    return _AtEnd(True, s.w - stay, s.dw)
+
+
 def _data_parallel(plan: HarmonyPlan, s: Letters) -> Moved:
     fused, again, resident = plan.packs_bwd[-1], _again(plan), _resident(plan, s)
     forward_firsts, stash_points = _firsts(plan.packs_fwd[1:]), _stashed(plan, StashPlace.SWAP)
     boundaries = sum(map(s.x, [*forward_firsts, fused[0]]))
     gradients = sum(map(s.g, _firsts(plan.packs_bwd[1:])))
     by_host = plan.reduce is Reduce.HOST and plan.gpus > 1
+    end = _at_end(plan, s)
     on_gpu = plan.update is UpdateOn.GPU
     updated = {TensorKind.WEIGHT: s.w - resident.weights_out, TensorKind.OPTIMIZER_STATE: s.k - resident.state}
     both_ways = {TensorKind.ACTIVATION: boundaries, TensorKind.ACTIVATION_GRADIENT: gradients}
@@ -182,9 +202,10 @@ def _data_parallel(plan: HarmonyPlan, s: Letters) -> Moved:
         TaskKind.SWAP_IN: Counter(
             {
                 TensorKind.WEIGHT: plan.gpus * (2 * s.w - s.costs.weight_bytes(*fused) + s.weights(again.layers))
-                - resident.weights_in,
+                - resident.weights_in
+                + end.weights_in,
                 TensorKind.BUFFER: plan.gpus * (2 * s.b - s.costs.buffer_bytes(*fused) + s.buffers(again.layers)),
-                TensorKind.GRADIENT: s.dw if on_gpu and by_host else 0,
+                TensorKind.GRADIENT: end.gradients_in or (s.dw if on_gpu and by_host else 0),
                 TensorKind.OPTIMIZER_STATE: s.k - resident.state if on_gpu else 0,
                 TensorKind.STASH: sum(map(s.x, [*stash_points, *filter(None, again.swapped)])),
                 TensorKind.DATA: (2 + again.swapped.count(0)) * s.x(0) + s.labels,
@@ -195,7 +216,7 @@ def _data_parallel(plan: HarmonyPlan, s: Letters) -> Moved:
             {
                 **(updated if on_gpu else {}),
                 TensorKind.BUFFER: s.b_changed,
-                TensorKind.GRADIENT: plan.gpus * s.dw if by_host else 0 if on_gpu else s.dw,
+                TensorKind.GRADIENT: plan.gpus * s.dw if by_host else s.dw if end.gradients_wait or not on_gpu else 0,
                 TensorKind.STASH: sum(s.x(point) for point in stash_points if point not in forward_firsts),
                 **both_ways,
             }
@@ -210,6 +231,7 @@ def _pipeline(plan: HarmonyPlan, s: Letters) -> Moved:
     stash = sum(map(s.x, _stashed(plan, StashPlace.SWAP)))
     crossing = [layer for layer in _stashed(plan, StashPlace.KEEP) if _crosses(plan, layer)]
     through_host = s.x(fused[0]) if plan.u_fwd != plan.u_bwd else 0
+    end = _at_end(plan, s)
     on_gpu = plan.update is UpdateOn.GPU
     return {
         TaskKind.SWAP_IN: Counter(
@@ -217,7 +239,9 @@ def _pipeline(plan: HarmonyPlan, s: Letters) -> Moved:
                 TensorKind.WEIGHT: 2 * s.w
                 - s.costs.weight_bytes(*fused)
                 + s.weights(again.layers)
-                - resident.weights_in,
+                - resident.weights_in
+                + end.weights_in,
+                TensorKind.GRADIENT: end.gradients_in,
                 TensorKind.BUFFER: 2 * s.b - s.costs.buffer_bytes(*fused) + s.buffers(again.layers),
                 TensorKind.OPTIMIZER_STATE: s.k - resident.state if on_gpu else 0,
                 TensorKind.STASH: stash + sum(map(s.x, filter(None, again.swapped))),
@@ -229,7 +253,7 @@ def _pipeline(plan: HarmonyPlan, s: Letters) -> Moved:
             {
                 TensorKind.WEIGHT: s.w - resident.weights_out if on_gpu else 0,
                 TensorKind.BUFFER: s.b_changed,
-                TensorKind.GRADIENT: 0 if on_gpu else s.dw,
+                TensorKind.GRADIENT: s.dw if end.gradients_wait or not on_gpu else 0,
                 TensorKind.OPTIMIZER_STATE: s.k - resident.state if on_gpu else 0,
                 TensorKind.STASH: stash,
                 TensorKind.ACTIVATION: through_host,

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from sim.builders import build_from_costs
 from sim.hardware.machine import Gpu, Host, Machine
-from sim.plan import HarmonyPlan, Policy, Reduce, StashPlace, UpdateOn, pieces, shares
+from sim.plan import HarmonyPlan, Policy, Reduce, StashPlace, UpdateOn, UpdateWhen, pieces, shares
 from sim.schedule import TaskKind, TensorKind
 from sim.validation.validate import validate
 from tests.sim.closed_forms import closed_forms, moved
@@ -107,6 +107,29 @@ def test_what_stays_from_step_to_step_need_not_be_swapped(which, update, stash, 
     schedule = build_from_costs(plan, costs, machine(gpus))
     validate(schedule, costs.trace)
     assert moved(schedule) == closed_forms(plan, costs)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3])
+@pytest.mark.parametrize("policy", [Policy.HARMONY_DP, Policy.HARMONY_PP])
+@pytest.mark.parametrize("packing", range(len(PACKINGS)))
+@pytest.mark.parametrize("update", UpdateOn)
+@pytest.mark.parametrize("reduce", Reduce)
+@pytest.mark.parametrize("stays", [False, True])
+def test_updates_at_the_end_take_all_gradients_home_and_on_gpus_back(stays, reduce, update, packing, policy, gpus):
+    """On the host a step moves no more than with updates just in time; on GPUs dW out, and W and dW in, come on top."""
+    costs = costs_of(4)
+    forward, backward = PACKINGS[packing]
+    some = tuple(range(0, len(backward), 2)) if stays else ()
+    plan = HarmonyPlan(
+        policy=policy, minibatch=8, gpus=gpus, u_fwd=4, u_bwd=3, packs_fwd=forward, packs_bwd=backward, update=update,
+        update_when=UpdateWhen.END, reduce=reduce, resident_weights=some,
+        resident_state=some if update is UpdateOn.GPU else (),
+    )  # fmt: skip
+    schedule = build_from_costs(plan, costs, machine(gpus))
+    validate(schedule, costs.trace)
+    assert moved(schedule) == closed_forms(plan, costs)
+    if update is UpdateOn.CPU:
+        assert moved(schedule) == closed_forms(replace(plan, update_when=UpdateWhen.JIT), costs)
 
 
 @pytest.mark.parametrize("slots", [1, 2])

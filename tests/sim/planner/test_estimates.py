@@ -23,6 +23,7 @@ from sim.plan import (
     ShardedPlan,
     StashPlace,
     UpdateOn,
+    UpdateWhen,
     Writeback,
 )
 from sim.planner.estimates import Estimator
@@ -84,6 +85,7 @@ def harmony_plans(draw: st.DrawFn, gpus: int, layers: int) -> HarmonyPlan:
         packs_fwd=packs(draw, packs_bwd[-1][0]),
         packs_bwd=packs_bwd,
         update=update,
+        update_when=draw(st.sampled_from(UpdateWhen)),
         reduce=draw(st.sampled_from(Reduce)),
         slots=draw(st.none() | st.integers(1, 3)),
         prefetch=draw(st.booleans()),
@@ -137,7 +139,7 @@ def test_no_plan_over_shards_beats_its_bound(data: st.DataObject) -> None:
     gpus, u = len(machine.gpus), data.draw(st.integers(1, 4))
     plan = ShardedPlan(
         policy=Policy.ZERO3_OFFLOAD, minibatch=data.draw(st.integers(gpus, 8)), gpus=gpus, u_fwd=u, u_bwd=u,
-        prefetch_depth=data.draw(st.sampled_from((0, 1, 4))),
+        update_when=data.draw(st.sampled_from(UpdateWhen)), prefetch_depth=data.draw(st.sampled_from((0, 1, 4))),
     )  # fmt: skip
     assert Estimator(costs, machine).lower_bound_ns(plan) <= simulated_ns(plan, costs, machine)
 
