@@ -15,7 +15,7 @@ from sim.timelines.replay import MemoryChange, StepTimes, resident_changes
 from sim.unrolling import unroll
 
 from ..devices.facade import Devices, Overruns, Queue
-from ..errors import DeviceError, DifferentModel
+from ..errors import DeviceError, DifferentModel, OptimizerError
 from ..models.inputs import Inputs
 from ..models.layers import LayerModel
 from .calculations import Calculations
@@ -66,6 +66,11 @@ class Session:
         updates_shards = any(task.shard is not None for task in schedule.copies(TaskKind.UPDATE))
         if updates_shards:
             pack_optimizer.check_shards()
+            if any(True for _ in schedule.copies(TaskKind.NORM)):
+                raise OptimizerError(
+                    "with reduce=scatter and update=gpu, updates cannot wait for the end of the step; plan with "
+                    "--update cpu, --reduce ring or --update-when jit"
+                )
         layout = layouts(model, _moving_state(schedule, model, pack_optimizer))
         shards = ShardLayouts(model, layout, schedule.plan.gpus)
         if updates_shards:
