@@ -16,14 +16,17 @@ from .measuring.calibrate import calibrate
 from .measuring.profile import profile
 from .models.losses import SummedLoss
 from .models.workloads import Workload, load_workload
+from .running.rules import Skip, UpdateRule
 from .running.run import RunResult, run
 from .training.trainer import Trainer
 
 __all__ = [
     "DeviceKind",
     "RunResult",
+    "Skip",
     "SummedLoss",
     "Trainer",
+    "UpdateRule",
     "Workload",
     "calibrate",
     "load_workload",

@@ -9,8 +9,9 @@ HarmonyError
 ├── OutOfArena          a buffer does not fit where the schedule puts it, or under the cap
 ├── NeverFreed          a step left buffers behind
 ├── NotEnoughHostMemory  a run would take more of the host's memory than is left
-├── NonFiniteLoss       the loss of a microbatch is infinite or no number
 ├── WorkspaceOverrun    autograd took more memory than the schedule reserved
+├── RuleError           a rule for updates makes no sense, or asks for what a schedule does not do
+├── NonFinite           the loss of a step (NonFiniteLoss) or its gradient (NonFiniteGradient) is not finite
 ├── CheckpointError     a checkpoint cannot be written, is not whole, or belongs to something else
 └── TaskFailed          a task of a run failed; ``__cause__`` is what happened
 """
@@ -41,6 +42,47 @@ class DifferentModel(HarmonyError):
 
 class OptimizerError(HarmonyError):
     """An optimizer cannot update packs one by one, or not on a GPU: says which, why, and what to use."""
+
+
+class RuleError(HarmonyError):
+    """A rule for updates makes no sense, or a schedule does not do what it asks for: says what to plan instead."""
+
+
+class NonFinite(HarmonyError):
+    """A step had a loss or a gradient that is not finite. It updated nothing, and left everything as it was."""
+
+
+class NonFiniteLoss(NonFinite):
+    """The loss of a microbatch, ``samples`` [start, stop) of the minibatch, is not finite."""
+
+    def __init__(self, step: int, samples: tuple[int, int], loss: float) -> None:
+        super().__init__(step, samples, loss)
+        self.step, self.samples, self.loss = step, samples, loss
+
+    def __str__(self) -> str:
+        first, stop = self.samples
+        which = f"samples {first}-{stop - 1}" if stop - first > 1 else f"sample {first}"
+        return (
+            f"step {self.step}: the loss of the microbatch of {which} is {self.loss}; the step changed nothing. Look "
+            "at its inputs, lower the learning rate, or let such steps be skipped: UpdateRule(skip=Skip.LOSS)"
+        )
+
+
+class NonFiniteGradient(NonFinite):
+    """The norm of the whole gradient is not finite. ``parameter``: the first one that is to blame; None if only all of
+    them together are."""
+
+    def __init__(self, step: int, norm: float, parameter: str | None, loss_scale: float) -> None:
+        super().__init__(step, norm, parameter, loss_scale)
+        self.step, self.norm, self.parameter, self.loss_scale = step, norm, parameter, loss_scale
+
+    def __str__(self) -> str:
+        where = f", and first that of {self.parameter}" if self.parameter else ""
+        return (
+            f"step {self.step}: the norm of the gradient is {self.norm}{where}; the step changed nothing. Use a "
+            f"smaller loss_scale (it is {self.loss_scale:g}), lower the learning rate, or let such steps be skipped: "
+            "UpdateRule(skip=Skip.GRADIENT)"
+        )
 
 
 class CheckpointError(HarmonyError):
@@ -112,20 +154,6 @@ class NotEnoughHostMemory(HarmonyError):
             f"{format_bytes(self.available)} ({self.available} B) are left; the most is for "
             f"{', '.join(f'{what} ({format_bytes(size)})' for what, size in largest if size)}. Close other programs, "
             "or plan for a smaller minibatch, a policy with one copy of the state, or an optimizer with less"
-        )
-
-
-class NonFiniteLoss(HarmonyError):
-    """The loss of a microbatch is infinite or no number; no weight was updated in that step."""
-
-    def __init__(self, step: int, first_sample: int, loss: float) -> None:
-        super().__init__(step, first_sample, loss)
-        self.step, self.first_sample, self.loss = step, first_sample, loss
-
-    def __str__(self) -> str:
-        return (
-            f"the loss of the microbatch that begins at sample {self.first_sample} is {self.loss} in step {self.step}; "
-            "no weight was updated. Look at that batch, or lower the learning rate"
         )
 
 

@@ -66,7 +66,7 @@ class Calculations:
 
         def emit(layer: int, x: Tensors) -> None:
             if layer > self._loss_layer:
-                self._record_loss(roles, x[0], context)
+                self._record_loss(roles, x[0], queue, context)
                 return
             self._places.records.note(layer, x)
             for number in roles.outputs.get(layer, ()):
@@ -108,7 +108,7 @@ class Calculations:
                     roles.layers, inputs, incoming, tensors, chance, first_time=first_time
                 )
                 if loss is not None and first_time:
-                    self._record_loss(roles, loss, context)
+                    self._record_loss(roles, loss, queue, context)
             self._hand_on(roles, gradients)
 
         self._run(task, queue, context, work)
@@ -129,7 +129,7 @@ class Calculations:
                     roles.layers, inputs, incoming, self._layer_tensors(roles), chance, first_time=first_time
                 )
                 if loss is not None and first_time:
-                    self._record_loss(roles, loss, context)
+                    self._record_loss(roles, loss, queue, context)
             context.weight_parts[gpu, roles.layers, roles.samples] = weight_part
             self._hand_on(roles, gradients)
 
@@ -179,11 +179,15 @@ class Calculations:
         return Chance(self._devices.generator(gpu), context.seed, context.number, roles.samples[0])
 
     def _incoming(self, roles: Roles, context: StepContext) -> Sequence[Tensor] | float:
-        """The gradient of what comes out; of the loss, the factor that it counts with."""
-        return context.shares.factor(roles.samples) if roles.incoming is None else self._tensors(roles.incoming)
+        """The gradient that comes from the next pack; the loss begins with the factor that it counts with."""
+        if roles.incoming is None:
+            return context.shares.factor(roles.samples) * context.rule.loss_scale
+        return self._tensors(roles.incoming)
 
-    def _record_loss(self, roles: Roles, loss: Tensor, context: StepContext) -> None:
-        context.losses.append(LossPart(roles.samples[0], context.shares.factor(roles.samples), loss.detach()))
+    def _record_loss(self, roles: Roles, loss: Tensor, queue: Queue, context: StepContext) -> None:
+        context.losses.append(
+            LossPart(roles.samples, context.shares.factor(roles.samples), loss.detach(), queue.mark())
+        )
 
     def _tensors(self, number: int) -> list[Tensor]:
         """A buffer of x(l) or g(l) as the tensors that it holds."""

@@ -53,6 +53,11 @@ class Places:
         """Which home that is."""
         return 0 if self.shares_home or gpu is None else gpu
 
+    def changing_buffers(self) -> list[Tensor]:
+        """The bytes, in every home, of module buffers that forwards change."""
+        changing = [index for index, layer in enumerate(self._model.layers) if layer.changes_buffers]
+        return [piece for home in self.homes for layer in changing for piece in home.write(TensorKind.BUFFER, layer)]
+
     def copy_home(self) -> None:
         """Give every home the weights and buffers of the model's own."""
         for kind in (TensorKind.WEIGHT, TensorKind.BUFFER):

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sim.home import Ties
-from sim.schedule import Schedule, Task, TaskKind, TensorKind
+from sim.schedule import Lane, Schedule, Task, TaskKind, TensorKind
 from sim.timelines.replay import MemoryChange, StepTimes, resident_changes
 from sim.unrolling import unroll
 
 from ..devices.facade import Devices, Overruns, Queue
-from ..errors import DeviceError, DifferentModel, OptimizerError
+from ..errors import DeviceError, DifferentModel
 from ..models.inputs import Inputs
 from ..models.layers import LayerModel
 from .calculations import Calculations
@@ -24,18 +24,27 @@ from .lanes import LaneRunner, Walked
 from .layout import HOME_KINDS, Layouts, StateEntries, layouts
 from .optimizer import PackOptimizer
 from .places import Places
+from .rules import UpdateRule
 from .shards import ShardLayouts
 from .shares import Shares
 from .transfers import Transfers
 from .updates import Updates
 
+_AS_THEY_ARE = UpdateRule()
+
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came of a step: the loss of its minibatch (before the update), and when everything happened."""
+    """What came of a step: the loss of its minibatch (before the update), and when everything happened.
+
+    ``gradient_norm`` is that of the whole model's gradient, before it was clipped; None if the schedule does not take
+    it. ``skipped``: the step changed nothing.
+    """
 
     loss: float
     times: StepTimes
+    gradient_norm: float | None = None
+    skipped: bool = False
 
 
 class Session:
@@ -66,11 +75,6 @@ class Session:
         updates_shards = any(task.shard is not None for task in schedule.copies(TaskKind.UPDATE))
         if updates_shards:
             pack_optimizer.check_shards()
-            if any(True for _ in schedule.copies(TaskKind.NORM)):
-                raise OptimizerError(
-                    "with reduce=scatter and update=gpu, updates cannot wait for the end of the step; plan with "
-                    "--update cpu, --reduce ring or --update-when jit"
-                )
         layout = layouts(model, _moving_state(schedule, model, pack_optimizer))
         shards = ShardLayouts(model, layout, schedule.plan.gpus)
         if updates_shards:
@@ -82,6 +86,7 @@ class Session:
         self._updates = Updates(schedule, model, pack_optimizer, self._places)
         self._ties = _ties(model)
         self._model = model
+        self._host = devices.queue((None, Lane.UPDATE))
         self._runners: dict[int, LaneRunner] = {}  # by number of steps
         self._transfers[0].load_residents()
         self.go_on(first_step, seed)
@@ -95,32 +100,59 @@ class Session:
         """Tasks that took longer than their device should have, so far."""
         return self._devices.overruns
 
-    def step(self, inputs: Any, labels: Tensor, *, check_memory: bool = False) -> StepResult:
+    def step(
+        self, inputs: Any, labels: Tensor, *, check_memory: bool = False, rule: UpdateRule = _AS_THEY_ARE
+    ) -> StepResult:
         """Train on one minibatch: forward, backward and update.
 
         ``inputs`` are a tensor, a tuple of tensors, or a dictionary of them by the names of the model's arguments.
 
+        ``rule`` says what happens to gradients before the update; raises RuleError if the schedule cannot follow it. A
+        loss that is not finite, or, where the schedule takes the norm, a gradient that is not, raises NonFinite or, if
+        the rule says so, skips the step. Then weights, optimizer and module buffers are as before.
+
         ``check_memory`` measures what the mathematics of each task takes, which costs some time, and raises
         WorkspaceOverrun (as the cause of TaskFailed) beyond what the schedule reserves. Raises TaskFailed when a task
-        fails; the parameters may be updated in part then, but for a loss that is not finite (NonFiniteLoss as the
-        cause), with which none are. Raises NeverFreed if the step leaves buffers behind.
+        fails; the parameters may be updated in part then. Raises NeverFreed if the step leaves buffers behind.
         """
-        return self._run([(inputs, labels)], check_memory)[0]
+        rule.check(self.schedule)
+        kept = [(buffer, buffer.clone()) for buffer in self._places.changing_buffers()]
+        ((context, times),) = self._run([(inputs, labels)], rule, check_memory)
+        if context.problem is not None:
+            for buffer, before in kept:
+                buffer.copy_(before)
+            if not rule.skips(context.problem):
+                raise context.problem
+        self._steps += 1
+        return _result(context, times)
 
     def overlapping_steps(self, batches: Sequence[tuple[Any, Tensor]]) -> list[StepResult]:
         """Train on one minibatch (inputs, labels) after the other, without a barrier between them. Times count from the
-        start of the first. All minibatches are taken in beforehand. Raises as :meth:`step`."""
-        return self._run(batches, check_memory=False)
+        start of the first. All minibatches are taken in beforehand.
 
-    def _run(self, batches: Sequence[tuple[Any, Tensor]], check_memory: bool) -> list[StepResult]:
+        Raises as :meth:`step`. A step that raises NonFinite, and those after it, update nothing; but module buffers are
+        as all forwards left them.
+        """
+        results = []
+        for context, times in self._run(batches, _AS_THEY_ARE, check_memory=False):
+            if context.problem is not None:
+                raise context.problem
+            self._steps += 1
+            results.append(_result(context, times))
+        return results
+
+    def _run(
+        self, batches: Sequence[tuple[Any, Tensor]], rule: UpdateRule, check_memory: bool
+    ) -> list[tuple[StepContext, StepTimes]]:
         while len(self._transfers) < len(batches):
             self._transfers.append(Transfers(self.schedule, self._places, self._places.new_minibatch()))
         for transfers, (inputs, labels) in zip(self._transfers, batches, strict=False):
             transfers.minibatch.load(Inputs.of(inputs), labels)
-        contexts = [
-            StepContext(self._steps + number, self._seed, Shares.of(self._model, labels), check_memory)
-            for number, (_, labels) in enumerate(batches)
-        ]
+        contexts: list[StepContext] = []
+        for number, (_, labels) in enumerate(batches, start=self._steps):
+            before = contexts[-1] if contexts else None
+            shares = Shares.of(self._model, labels)
+            contexts.append(StepContext(number, self._seed, shares, check_memory, rule, self._host, before))
         tasks = self.schedule.tasks
 
         def perform(task: Task, queue: Queue) -> int:
@@ -134,9 +166,7 @@ class Session:
             except BaseException:
                 self._places.clear()
                 raise
-            self._steps += len(batches)
-            times = self._times(walked, len(batches))
-            return [StepResult(context.loss(), step) for context, step in zip(contexts, times, strict=True)]
+            return list(zip(contexts, self._times(walked, len(batches)), strict=True))
 
     def write_home(self) -> None:
         """Bring the model and the optimizer's state up to date with what stays on GPUs from step to step."""
@@ -179,8 +209,9 @@ class Session:
             case TaskKind.BACKWARD_WEIGHT:
                 self._calculations.backward_weight(task, queue, context)
             case TaskKind.UPDATE:
-                if context.losses_are_finite:
-                    self._updates.update(task, queue)
+                self._updates.update(task, queue, context)
+            case TaskKind.NORM:
+                self._updates.norm(queue, context)
             case TaskKind.REDUCE:
                 transfers.reduce(task)
             case TaskKind.SWAP_IN:
@@ -219,6 +250,10 @@ class Session:
             )
             for part, changes in zip(parts, memory, strict=True)
         ]
+
+
+def _result(context: StepContext, times: StepTimes) -> StepResult:
+    return StepResult(context.loss(), times, context.norm, skipped=context.problem is not None)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from sim.schedule import Schedule, Task, TaskKind, TensorKind
 from ..devices.facade import Queue
 from ..errors import OptimizerError
 from ..models.layers import LayerModel
+from .context import StepContext
+from .gradients import Gradients
 from .layout import SlotKey
 from .optimizer import Moved, PackOptimizer, State
 from .places import Places
@@ -25,19 +27,25 @@ class Updates:
     def __init__(self, schedule: Schedule, model: LayerModel, optimizer: PackOptimizer, places: Places) -> None:
         self._model, self._optimizer, self._places = model, optimizer, places
         self._buffers = schedule.buffers
-        self._users: dict[nn.Parameter, list[tuple[int, SlotKey]]] = {}
-        for index, layer in enumerate(model.layers):
-            for name, parameter in layer.trainable.items():
-                self._users.setdefault(parameter.tensor, []).append((index, (name, "")))
+        self._gradients = Gradients(model)
         # What of the optimizer's state does not move: for each home, or for each shard if shards are updated.
         updates = schedule.copies(TaskKind.UPDATE)
         sharers = schedule.plan.gpus if any(task.shard is not None for task in updates) else len(places.homes)
         self._states: list[dict[nn.Parameter, State]] = [{} for _ in range(sharers)]
         self.adopt_state()
 
-    def update(self, task: Task, queue: Queue) -> None:
-        """Update what the task's layers own, on the host from the home gradients, or where it lies on a GPU."""
-        queue.compute(lambda: self._update_on_host(task) if task.gpu is None else self._update_on_gpu(task))
+    def norm(self, queue: Queue, context: StepContext) -> None:
+        """Take the norm of the home gradients."""
+        views = partial(self._places.home(None).views, TensorKind.GRADIENT)
+        context.norms.append(queue.compute(lambda: self._gradients.norm(views, context.rule.loss_scale)))
+
+    def update(self, task: Task, queue: Queue, context: StepContext) -> None:
+        """Update what the task's layers own, on the host from the home gradients, or where it lies on a GPU; nothing if
+        the step is to change nothing."""
+        factor = context.update_factor()
+        if factor is not None:
+            update = self._update_on_host if task.gpu is None else self._update_on_gpu
+            queue.compute(lambda: update(task, factor))
 
     def adopt_state(self) -> None:
         """Take over what the optimizer keeps (it was loaded, say), where schedules move it."""
@@ -65,17 +73,17 @@ class Updates:
                     states[named.tensor] = copy.deepcopy(left)
             self._show_state(layer, self._states[0])
 
-    def _update_on_host(self, task: Task) -> None:
-        home = self._places.home(None)
+    def _update_on_host(self, task: Task, factor: float) -> None:
+        views = partial(self._places.home(None).views, TensorKind.GRADIENT)
         self._optimizer.update_on_host(
             {
-                named.tensor: self._total(named.tensor, lambda layer: home.views(TensorKind.GRADIENT, layer))
+                named.tensor: _scaled(self._gradients.total(named.tensor, views), factor)
                 for layer in _layers(task)
                 for named in self._model.owned(layer).values()
             }
         )
 
-    def _update_on_gpu(self, task: Task) -> None:
+    def _update_on_gpu(self, task: Task, factor: float) -> None:
         weights = read_by_layer(task, self._buffers, TensorKind.WEIGHT)
         gradients = read_by_layer(task, self._buffers, TensorKind.GRADIENT)
         states = read_by_layer(task, self._buffers, TensorKind.OPTIMIZER_STATE)
@@ -87,14 +95,12 @@ class Updates:
             for name, named in self._model.owned(layer).items():
                 if (name, "") not in own:
                     continue  # no element of it is in the shard
-                weight = self._places.state_views(weights[layer], layer)[name, ""]
-                if task.shard is not None:
-                    weight = self._places.shards.of(weight, layer, name, task.shard)
+                total = self._gradients.total(named.tensor, lambda user: views(gradients[user], user))
                 moved.append(
                     Moved(
                         parameter=named.tensor,
-                        weight=weight,
-                        gradient=self._total(named.tensor, lambda user: views(gradients[user], user)),
+                        weight=self._weight(weights[layer], layer, name, task.shard),
+                        gradient=_scaled(total, factor),
                         state={entry: view for (owner, entry), view in state.items() if owner == name},
                     )
                 )
@@ -106,13 +112,12 @@ class Updates:
             for layer in _layers(task):
                 self._show_state(layer, updated)
 
-    def _total(self, parameter: nn.Parameter, views: Callable[[int], dict[SlotKey, Tensor]]) -> Tensor:
-        """A parameter's gradient: the sum over the layers that use it, in their order, in the first one's place."""
-        (owner, key), *others = self._users[parameter]
-        total = views(owner)[key]
-        for layer, other_key in others:
-            total.add_(views(layer)[other_key])
-        return total
+    def _weight(self, number: int, layer: int, name: str, shard: int | None) -> Tensor:
+        """A parameter, or what a shard has of it, in a buffer of weights, which may hold just that shard."""
+        if shard is not None and self._buffers[number].shard is not None:
+            return self._shard_views(shard, number, layer)[name, ""].requires_grad_()
+        weight = self._places.state_views(number, layer)[name, ""]
+        return weight if shard is None else self._places.shards.of(weight, layer, name, shard)
 
     def _show_state(self, layer: int, states: Mapping[nn.Parameter, State]) -> None:
         """Let the optimizer see the state that lies in the model's own home, and ``states`` that do not move."""
@@ -125,6 +130,11 @@ class Updates:
     def _shard_views(self, shard: int, number: int, layer: int) -> dict[SlotKey, Tensor]:
         """What a shard has of a layer's tensors in a buffer of state, flat."""
         return self._places.shards.views(self._buffers[number], self._places.block(number).bytes, layer, shard)
+
+
+def _scaled(gradient: Tensor, factor: float) -> Tensor:
+    """In place."""
+    return gradient if factor == 1 else gradient.mul_(factor)
 
 
 def _layers(task: Task) -> range:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sim.hardware.machine import Machine
-from sim.plan import Policy
+from sim.plan import Policy, UpdateWhen
 from sim.planner.choice import PlanChoice
 from sim.planner.search import search
 from sim.schedule import Schedule
@@ -48,6 +48,7 @@ def plan_automatically(
     batch: Batch,
     target: Target,
     policies: Sequence[Policy],
+    choice: PlanChoice,
     progress: Progress,
 ) -> Planned:
     """Calibrate (unless the machine is given), profile with this batch as the minibatch, and search."""
@@ -60,7 +61,7 @@ def plan_automatically(
         machine,
         batch.samples,
         policies=policies,
-        choice=_choice(policies),
+        choice=choice,
         max_simulated=MAX_SIMULATED,
         progress=_part(progress, 0.7, 1.0, "searching"),
     )
@@ -99,9 +100,10 @@ def _part(progress: Progress, start: float, stop: float, name: str) -> Progress:
     return lambda share, what: progress(start + (stop - start) * share, f"{name}: {what}")
 
 
-def _choice(policies: Sequence[Policy]) -> PlanChoice:
-    """A loop ends each step before it begins the next one."""
-    return PlanChoice(overlap_steps=False if any(policy.is_harmony for policy in policies) else None)
+def choice_for(policies: Sequence[Policy], update_when: UpdateWhen | None) -> PlanChoice:
+    """What plans for a loop have in common: it ends each step before it begins the next one."""
+    apart = False if any(policy.is_harmony for policy in policies) else None
+    return PlanChoice(overlap_steps=apart, update_when=update_when)
 
 
 def _pair(batch: Batch) -> tuple[object, torch.Tensor]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sim.errors import PlanError
-from sim.plan import Policy
+from sim.plan import Policy, UpdateWhen
 from sim.schedule import Schedule
 from sim.schedule_files import load_schedule
 from sim.validation.validate import validate
@@ -18,7 +18,7 @@ from sim.validation.validate import validate
 from ..errors import OptimizerError
 from ..models.losses import LossFunction
 from ..reporting import on_terminal
-from .automatic import Planned, plan_automatically
+from .automatic import Planned, choice_for, plan_automatically
 from .batches import Batch
 from .target import Target
 
@@ -33,9 +33,15 @@ class Planning:
     given: Schedule | None
     policies: tuple[Policy, ...]
     target: Target
+    update_when: UpdateWhen | None = None
 
     @staticmethod
-    def of(schedule: Schedule | str | Path, policies: Sequence[Policy | str], target: Target) -> Planning:
+    def of(
+        schedule: Schedule | str | Path,
+        policies: Sequence[Policy | str],
+        target: Target,
+        update_when: UpdateWhen | None = None,
+    ) -> Planning:
         """From a Schedule, the path of its file, or :data:`AUTO`. Raises ScheduleError for a file that holds none,
         PlanError for a policy that is not known."""
         try:
@@ -43,7 +49,7 @@ class Planning:
         except ValueError as error:
             known = ", ".join(policy.value for policy in Policy)
             raise PlanError(f"{error}; policies are a list of some of {known}") from None
-        return Planning(None if schedule == AUTO else _loaded(schedule), wanted, target)
+        return Planning(None if schedule == AUTO else _loaded(schedule), wanted, target, update_when)
 
     def plan(self, model: nn.Module, loss_fn: LossFunction, optimizer: Optimizer, batch: Batch) -> Planned:
         """The schedule, for batches like this one. A search shows how far it is, on a terminal.
@@ -59,7 +65,8 @@ class Planning:
             batch.check_makes_up(self.given.plan.minibatch)
             return Planned(self.given, self.target.fitting(self.given))
         with on_terminal() as progress:
-            return plan_automatically(model, loss_fn, optimizer, batch, self.target, self.policies, progress)
+            choice = choice_for(self.policies, self.update_when)
+            return plan_automatically(model, loss_fn, optimizer, batch, self.target, self.policies, choice, progress)
 
 
 def _loaded(schedule: Schedule | str | Path) -> Schedule:

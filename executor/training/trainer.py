@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sim.hardware.machine import Machine
-from sim.plan import Policy
+from sim.plan import Policy, UpdateWhen
 from sim.schedule import Schedule
 from sim.timelines.replay import StepTimes
 from sim.timelines.timeline import Timeline
@@ -24,6 +24,7 @@ from ..models.layers import decompose
 from ..models.losses import LossFunction
 from ..running.measured import measured_timeline
 from ..running.opening import open_session
+from ..running.rules import UpdateRule
 from ..running.session import Session, StepResult
 from .automatic import HARMONY, Planned
 from .batches import Batch, joined
@@ -65,6 +66,10 @@ class Trainer:
     A step is forward, backward and update in one: there is nothing to zero, to clip or to step beside it. Schedulers of
     learning rates take the optimizer as always.
 
+    ``rule`` says how gradients become an update: clipping by the norm of them all, a scale of the loss, and which steps
+    are skipped; it may be changed between steps. What needs that norm takes a schedule with ``--update-when end``, for
+    which "auto" then looks.
+
     The model stays the user's own, on the CPU: what it holds is what trains on, so its values, the optimizer's, and
     learning rates may be changed between steps. Some schedules let weights or optimizer state stay on GPUs: there,
     ``state_dict()`` of model and optimizer are current, and loading them works, but call :meth:`sync` before you look
@@ -84,12 +89,14 @@ class Trainer:
         gpu_memory: int | str | None = None,
         policies: Sequence[Policy | str] = HARMONY,
         seed: int = 0,
+        rule: UpdateRule = UpdateRule(),  # noqa: B008  # immutable
     ) -> None:
         self.model = model if isinstance(model, nn.Module) else nn.Sequential(*model)
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         target = Target(machine, None if device is None else kind_of_device(device), gpus, gpu_memory)
-        self._planning = Planning.of(schedule, policies, target)
+        self._planning = Planning.of(schedule, policies, target, UpdateWhen.END if rule.needs_norm else None)
+        self.rule = rule
         self.seed = seed
         self._planned: Planned | None = None
         self._session: Session | None = None
@@ -129,7 +136,7 @@ class Trainer:
         batch.check_makes_up(session.schedule.plan.minibatch)
         handover.take_over()
         try:
-            result = session.step(batch.inputs, batch.labels)
+            result = session.step(batch.inputs, batch.labels, rule=self.rule)
         finally:
             handover.give_back()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as schedulers of learning rates look for

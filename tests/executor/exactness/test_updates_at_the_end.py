@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 
-from executor.errors import OptimizerError
 from sim.engine.simulate import simulate
 from sim.plan import Plan, Policy, Reduce, UpdateOn, UpdateWhen
 from sim.schedule import TaskKind
@@ -25,7 +24,6 @@ from tests.executor.trained import (
 )
 from tests.sim.closed_forms import moved
 
-SHARDS_ON_GPUS = UpdateOn.GPU, Reduce.SCATTER
 CHAIN = (((0, 3),), ((0, 1), (2, 3), (4, 7)))
 TIED = (((0, 1),), ((0, 1), (2, 4)))
 
@@ -42,7 +40,6 @@ def plans(packs: tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
         *(
             harmony(Policy.HARMONY_DP, 2, (3, 3), packs, update=update, update_when=when, reduce=reduce)
             for update, reduce in product(UpdateOn, Reduce)
-            if (update, reduce) != SHARDS_ON_GPUS
         ),
         sharded(2, 3, update_when=when),
     ]
@@ -65,10 +62,3 @@ def test_training_is_that_of_plain_pytorch(make: Make, plan: Plan) -> None:
     (norm,) = ran.schedule.copies(TaskKind.NORM)
     last_backward = max(task.id for task in ran.schedule.copies(TaskKind.BACKWARD))
     assert last_backward < norm.id < min(updates)
-
-
-def test_shards_on_gpus_cannot_wait_for_the_end() -> None:
-    update, reduce = SHARDS_ON_GPUS
-    plan = harmony(Policy.HARMONY_DP, 2, (3, 3), CHAIN, update=update, update_when=UpdateWhen.END, reduce=reduce)
-    with pytest.raises(OptimizerError, match=r"plan with --update cpu"):
-        train(chain(), plan, optimizer=adam, state_tensors=2)

@@ -45,9 +45,10 @@ def start(
     plan: Plan,
     optimizer: torch.optim.Optimizer,
     changed: Callable[[Schedule], Schedule] = lambda schedule: schedule,
+    state_tensors: int = 2,
 ) -> Session:
     machine = made.machine(plan.gpus)
-    schedule = changed(build(plan, trace_of(workload, state_tensors=2), machine))
+    schedule = changed(build(plan, trace_of(workload, state_tensors=state_tensors), machine))
     devices = EmulatedDevices(machine)
     return Session(schedule, workload.layers(), optimizer, devices, seed=SEED)
 
